@@ -1,0 +1,36 @@
+"""A DFlash2 draft's convolutions reshape to blocks of S + 1 rows, a constant of the compiled graph.
+
+S is not part of the compile-cache key, so a server restarted with another num_speculative_tokens
+loads the graph of the old one from disk and convolves across the wrong rows.
+"""
+
+from _patchlib import Hunk, Patch, Sign
+
+FILE = "vllm/config/speculative.py"
+SCOPE = "SpeculativeConfig.compute_hash"
+
+PATCH = Patch(
+    name="compile cache key",
+    why="num_speculative_tokens is baked into the compiled draft; another S replayed the old graph",
+    upstream="none",
+    shipped_in=None,
+    drop="when SpeculativeConfig.compute_hash takes num_speculative_tokens into its factors",
+    hunks=(
+        Hunk(
+            FILE,
+            SCOPE,
+            old="""\
+        factors.append(uses_aux_hidden_states)
+""",
+            new="""\
+        factors.append(uses_aux_hidden_states)
+        if self.use_dflash():
+            # The draft sees blocks of S + 1 rows, and its graph is built for them.
+            factors.append(self.num_speculative_tokens)
+""",
+        ),
+    ),
+    defines=((FILE, SCOPE),),
+    shipped=((Sign(FILE, SCOPE, "self.num_speculative_tokens"),),),
+    core=False,
+)

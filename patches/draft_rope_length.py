@@ -1,0 +1,34 @@
+"""A draft sees every position of the target, so its rotary cache must reach the target's length.
+
+0.27.1 raises a draft's max_position_embeddings for EAGLE only. Where a target is served beyond the
+drafter's own number, DFlash and DSpark gather cos and sin past the end of their cache.
+"""
+
+from _patchlib import Hunk, Patch, Sign
+
+FILE = "vllm/config/speculative.py"
+SCOPE = "SpeculativeConfig.__post_init__"
+
+PATCH = Patch(
+    name="draft rope length",
+    why="the draft's rotary cache was sized by its own max_position; a longer target read past it",
+    upstream="the methods that call _maybe_override_draft_max_position_embeddings in vLLM 0.33.0",
+    shipped_in="0.33.0",
+    drop="with vLLM 0.33.0",
+    hunks=(
+        Hunk(
+            FILE,
+            SCOPE,
+            old="""\
+                if self.method in ("eagle", "eagle3"):
+""",
+            new="""\
+                if self.method in ("eagle", "eagle3", "dflash", "dspark"):
+""",
+        ),
+    ),
+    defines=((FILE, SCOPE),),
+    # 0.33.0 raises it for every draft that is not a model of its own.
+    shipped=((Sign(FILE, SCOPE, 'self.method != "draft_model"'),),),
+    core=False,
+)

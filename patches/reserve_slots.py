@@ -1,0 +1,36 @@
+"""A DFlash block is the anchor and S masks: S + 1 rows a request, one of them scheduled already.
+
+0.27.1 reserves S - 1 further rows, which is right for drafters without an anchor row. A full batch
+then drafts more rows than the buffers of max_num_batched_tokens hold.
+"""
+
+from _patchlib import Hunk, Patch, Sign
+
+FILE = "vllm/config/speculative.py"
+SCOPE = "SpeculativeConfig.max_num_new_slots_for_drafting"
+
+PATCH = Patch(
+    name="reserve slots",
+    why="DFlash drafts S + 1 rows a request; one too few were kept free, so a full batch overran its buffers",
+    upstream="SpeculativeConfig.max_num_new_slots_for_drafting of vLLM 0.28.0",
+    shipped_in="0.28.0",
+    drop="with vLLM 0.28.0",
+    hunks=(
+        Hunk(
+            FILE,
+            SCOPE,
+            old="""\
+            slots_per_req = self.num_speculative_tokens - 1
+""",
+            new="""\
+            slots_per_req = self.num_speculative_tokens - 1
+        if self.use_dflash():
+            # The anchor is a row of its own beside the masks.
+            slots_per_req += 1
+""",
+        ),
+    ),
+    defines=((FILE, SCOPE),),
+    shipped=((Sign(FILE, SCOPE, "self.use_dflash()"),),),
+    core=False,
+)

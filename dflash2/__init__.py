@@ -1,0 +1,1 @@
+"""DFlash2 speculative decoding: the speculator."""

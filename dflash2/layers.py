@@ -1,0 +1,1 @@
+"""Triton kernels of the DFlash2 drafter, each with the plain torch it stands for."""

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash2 speculator: one drafter pass, K candidates a step, and a walk that picks one path.
+
+Losslessness at temperature T rests on two things the walk sees to (and on a third that the seeds
+bring along): what is cached as q is the distribution the token was drawn from, scores / T over the
+K candidates and -inf elsewhere; and the draft's noise is a stream of its own, away from the noise
+that verification uses for the same position.
+"""
+
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Config
+from vllm.triton_utils import HAS_TRITON, tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+logger = init_logger(__name__)
+
+# Added to the position that keys the walk's noise. No sequence is this long, so verification,
+# which keys by the bare position, never draws the same numbers.
+DRAFT_NOISE_SALT = 1 << 30
+_SALT = tl.constexpr(DRAFT_NOISE_SALT) if HAS_TRITON else DRAFT_NOISE_SALT
+
+
+@triton.jit
+def _walk_kernel(
+    # Outputs
+    draft_tokens_ptr,  # [num_reqs, S]
+    draft_logits_ptr,  # [max_num_reqs, S, vocab_size] or None
+    draft_logits_stride_req,
+    draft_logits_stride_step,
+    cached_ids_ptr,  # [max_num_reqs, S, K]: where draft_logits is not -inf
+    # Inputs
+    candidate_ids_ptr,  # [num_reqs, S, K]
+    unary_ptr,  # [num_reqs, S, K]
+    hidden_ptr,  # [num_reqs, S, rank]
+    hidden_stride,
+    predecessor_ptr,  # [vocab_size, rank]
+    successor_ptr,  # [vocab_size, rank]
+    anchor_ptr,  # [num_reqs] at a stride
+    anchor_stride,
+    idx_mapping_ptr,  # [num_reqs * S], -1 for a padded request
+    sample_pos_ptr,  # [num_reqs * S]
+    temperature_ptr,  # [max_num_reqs]
+    seeds_ptr,  # [max_num_reqs]
+    vocab_size,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    USE_FP64: tl.constexpr,
+):
+    req_idx = tl.program_id(0).to(tl.int64)
+    slot = tl.load(idx_mapping_ptr + req_idx * S).to(tl.int64)
+    lanes = tl.arange(0, PADDED_K)
+    in_k = lanes < K
+    dims = tl.arange(0, PADDED_RANK)
+    in_rank = dims < RANK
+
+    temp = 0.0
+    seed = tl.full((), 0, tl.int64)
+    keep = (slot >= 0) & in_k
+    if draft_logits_ptr is not None:
+        temp = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+        seed = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0)
+
+    # An id from a NaN row must not index past a codebook.
+    token = tl.load(anchor_ptr + req_idx * anchor_stride).to(tl.int64)
+    token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
+    for step in tl.static_range(S):
+        row = req_idx * S + step
+        ids = tl.load(candidate_ids_ptr + row * K + lanes, mask=in_k, other=0)
+        ids = tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
+        hidden = tl.load(hidden_ptr + row * hidden_stride + dims, mask=in_rank, other=0.0)
+        gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
+        gate = gate.to(tl.float32) * hidden.to(tl.float32)
+        successors = tl.load(
+            successor_ptr + ids[:, None] * RANK + dims[None, :],
+            mask=in_k[:, None] & in_rank[None, :],
+            other=0.0,
+        )
+        scores = tl.load(unary_ptr + row * K + lanes, mask=in_k, other=float("-inf"))
+        scores += tl.sum(successors.to(tl.float32) * gate[None, :], axis=1)
+        if temp != 0.0:
+            scores = scores / temp
+        # What is drawn from and cached must be a distribution, whatever the logits hold: a score
+        # that is no number is never chosen, and a row without any falls to its first candidate.
+        scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
+        scores = tl.minimum(scores, 3.0e38)
+        best = tl.max(scores, axis=0)
+        scores = tl.where(lanes == 0, tl.where(best > float("-inf"), scores, 0.0), scores)
+
+        if draft_logits_ptr is not None:
+            out = draft_logits_ptr + slot * draft_logits_stride_req + step * draft_logits_stride_step
+            cached = cached_ids_ptr + (slot * S + step) * K + lanes
+            stale = tl.load(cached, mask=keep, other=0)
+            tl.store(out + stale, float("-inf"), mask=keep)
+            # The same column can be stale and new, written by different threads.
+            tl.debug_barrier()
+            tl.store(out + ids, scores, mask=keep)
+            tl.store(cached, ids, mask=keep)
+
+        pos = tl.load(sample_pos_ptr + row) + _SALT
+        _, pick = gumbel_noised_argmax(scores, ids, in_k, seed, pos, temp, USE_FP64)
+        token = tl.sum(tl.where(lanes == pick, ids, 0), axis=0)
+        tl.store(draft_tokens_ptr + row, token)
+
+
+def walk(
+    draft_tokens: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    unary: torch.Tensor,
+    hidden: torch.Tensor,
+    predecessor_codebook: torch.Tensor,
+    successor_codebook: torch.Tensor,
+    anchors: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    sample_pos: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    draft_logits: torch.Tensor | None = None,
+    cached_ids: torch.Tensor | None = None,
+    use_fp64: bool = False,
+) -> None:
+    """Walk one path through every request's candidates, into draft_tokens [num_reqs, S].
+
+    The score of candidate b after token p is unary(b) + <A[p] * h, P[b]> in float32, with the
+    codebooks A and P [vocab_size, rank]; only the row A[p] of the token chosen last is touched.
+    Without draft_logits the best candidate is taken at each step. With it, a token is drawn from
+    softmax(scores / T), and scores / T (the raw scores where T is 0) replace what the request's
+    slot holds: -inf but for the K candidates.
+
+    candidate_ids  [num_reqs * S, K] int64       unary    [num_reqs * S, K] float32
+    hidden         [num_reqs * S, rank], the projected states (W h)
+    anchors        [num_reqs] int, the last verified token, at any stride
+    idx_mapping    [num_reqs * S] int32, the request's slot, -1 for a padded request
+    sample_pos     [num_reqs * S] int64, position of the drafted token
+    temperature, seeds  [max_num_reqs]
+    draft_logits   [max_num_reqs, S, vocab_size]  cached_ids  [max_num_reqs, S, K] int64
+    """
+    num_reqs, steps = draft_tokens.shape
+    k, rank = candidate_ids.shape[-1], hidden.shape[-1]
+    _walk_kernel[(num_reqs,)](
+        draft_tokens,
+        draft_logits,
+        draft_logits.stride(0) if draft_logits is not None else 0,
+        draft_logits.stride(1) if draft_logits is not None else 0,
+        cached_ids,
+        candidate_ids,
+        unary,
+        hidden,
+        hidden.stride(0),
+        predecessor_codebook,
+        successor_codebook,
+        anchors,
+        anchors.stride(0),
+        idx_mapping,
+        sample_pos,
+        temperature,
+        seeds,
+        predecessor_codebook.shape[0],
+        S=steps,
+        K=k,
+        RANK=rank,
+        PADDED_K=triton.next_power_of_2(k),
+        PADDED_RANK=triton.next_power_of_2(rank),
+        USE_FP64=use_fp64,
+    )
+
+
+class DFlash2Speculator(DFlashSpeculator):
+    _speculator_name = "DFlash2"
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+        config = DFlash2Config.from_hf_config(hf_config)
+        steps = vllm_config.speculative_config.num_speculative_tokens
+        check_steps(steps, getattr(hf_config, "block_size", None))
+        cache = describe_cache(vllm_config, hf_config.vocab_size)
+        if cache:
+            logger.info("%s", cache)
+        try:
+            super().__init__(vllm_config, device)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"The DFlash2 speculator's buffers do not fit. {cache} Lower "
+                "--max-num-seqs, or draft greedily."
+            ) from error
+        # The columns of draft_logits that are not -inf, so that a draft clears K
+        # of them and not the vocabulary.
+        self.cached_ids = torch.zeros(
+            self.max_num_reqs, steps, config.selector_top_k, dtype=torch.int64, device=device
+        )
+
+    def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
+        return torch.float32, float("-inf")
+
+    def reset_slot(self, req_idx: int) -> None:
+        """Make the slot's cached proposal one-hot on token 0, for a request that takes it.
+
+        The scheduler pads a new request's drafts with token 0, which were never
+        drawn; a verifier must read q(0) = 1 for them, or it emits them unseen.
+        """
+        if self.draft_logits is None:
+            return
+        self.draft_logits[req_idx].fill_(float("-inf"))
+        self.draft_logits[req_idx, :, 0] = 0.0
+        self.cached_ids[req_idx].zero_()
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        last_hidden_states = self._run_model(
+            num_tokens_padded,
+            attn_metadata,
+            slot_mappings,
+            num_tokens_across_dp,
+            cudagraph_runtime_mode,
+        )
+        num_sample = num_reqs * self.num_speculative_steps
+        hidden = last_hidden_states[self.sample_indices[:num_sample]]
+        candidate_ids, unary = self.model.compute_candidates(hidden)
+        selector = self.model.model.candidate_selector
+        walk(
+            self.draft_tokens[:num_reqs],
+            candidate_ids,
+            unary,
+            selector.hidden_projection(hidden),
+            selector.predecessor_codebook,
+            selector.successor_codebook,
+            self.input_buffers.input_ids[: num_reqs * self.num_query_per_req : self.num_query_per_req],
+            self.sample_idx_mapping[:num_sample],
+            self.sample_pos[:num_sample],
+            self.temperature,
+            self.seeds,
+            self.draft_logits,
+            self.cached_ids,
+            self.use_fp64_gumbel,
+        )
+
+
+def check_steps(steps: int, block_size: int | None) -> None:
+    """Refuse S <= 0; warn once where S is not what the checkpoint was trained for."""
+    if steps <= 0:
+        raise ValueError(
+            f"DFlash2 drafter: num_speculative_tokens must be positive, got {steps}."
+        )
+    if block_size is not None and steps != block_size - 1:
+        logger.warning_once(
+            "num_speculative_tokens is %d, but the DFlash2 drafter was trained with "
+            "block_size %d (%d draft tokens): expect a lower acceptance.",
+            steps,
+            block_size,
+            block_size - 1,
+        )
+
+
+def describe_cache(vllm_config: VllmConfig, vocab_size: int) -> str:
+    """What the cached proposal takes, in words; empty where drafting is greedy."""
+    spec_config = vllm_config.speculative_config
+    if spec_config.draft_sample_method != "probabilistic":
+        return ""
+    seqs = vllm_config.scheduler_config.max_num_seqs
+    steps = spec_config.num_speculative_tokens
+    gib = seqs * steps * vocab_size * 4 / 2**30
+    return (
+        f"The cached proposal distribution takes {gib:.2f} GiB: max_num_seqs {seqs} "
+        f"x {steps} draft tokens x vocabulary {vocab_size}, float32."
+    )

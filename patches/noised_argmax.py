@@ -1,0 +1,58 @@
+"""The walk samples one of K candidates with Gumbel noise, inside its own kernel.
+
+0.27.1 has the noise only inside `gumbel_block_argmax`, which every sampled token goes through;
+that function stays as it is, and the walk gets one it can call.
+"""
+
+from _patchlib import Hunk, Patch, Sign
+
+FILE = "vllm/v1/worker/gpu/sample/gumbel.py"
+
+PATCH = Patch(
+    name="noised-argmax",
+    why="the walk draws with vLLM's own Gumbel noise; the sampler's hot path stays byte for byte",
+    upstream="gumbel_noised_argmax of vLLM 0.28.0",
+    shipped_in="0.28.0",
+    drop="with vLLM 0.28.0",
+    hunks=(
+        Hunk(
+            FILE,
+            "",
+            old='''\
+@triton.jit
+def _gumbel_sample_kernel(
+''',
+            new='''\
+@triton.jit
+def gumbel_noised_argmax(logits, keys, mask, seed, pos, temp, USE_FP64: tl.constexpr):
+    """Draw one of `logits` (a block, temperature already applied): (value, index).
+
+    The noise of an entry is a function of (seed, pos, its key). At temp 0 this
+    is the plain argmax. Entries outside `mask` are never chosen while one
+    inside it is above -inf.
+    """
+    if USE_FP64:
+        logits = logits.to(tl.float64)
+    if temp != 0.0:
+        gumbel_seed = tl.randint(seed, pos)
+        if USE_FP64:
+            u = tl_rand64(gumbel_seed, keys, includes_zero=False)
+            noise = -tl.log(-tl.log(u))
+        else:
+            # log1p keeps the winning tail at u -> 0, where fp32 is fine-grained.
+            u = tl_rand32(gumbel_seed, keys, includes_zero=False)
+            noise = -tl.log(-tldevice.log1p(-u))
+        logits += noise
+    logits = tl.where(mask, logits, float("-inf"))
+    value, idx = tl.max(logits, axis=0, return_indices=True)
+    return value, idx
+
+
+@triton.jit
+def _gumbel_sample_kernel(
+''',
+        ),
+    ),
+    defines=((FILE, "gumbel_noised_argmax"), (FILE, "gumbel_block_argmax")),
+    shipped=((Sign(FILE, "", "def gumbel_noised_argmax(...): ..."),),),
+)

@@ -1,0 +1,27 @@
+"""The registry maps a checkpoint's architecture string to the module that serves it."""
+
+from _patchlib import Hunk, Patch, Sign
+
+FILE = "vllm/model_executor/models/registry.py"
+
+PATCH = Patch(
+    name="registry",
+    why="a checkpoint whose architecture is DFlash2DraftModel finds its class",
+    upstream="_SPECULATIVE_DECODING_MODELS of vLLM 0.28.0",
+    shipped_in="0.28.0",
+    drop="with vLLM 0.28.0",
+    hunks=(
+        Hunk(
+            FILE,
+            "",
+            old='''\
+    "DFlashDraftModel": ("qwen3_dflash", "DFlashQwen3ForCausalLM"),
+''',
+            new='''\
+    "DFlashDraftModel": ("qwen3_dflash", "DFlashQwen3ForCausalLM"),
+    "DFlash2DraftModel": ("qwen3_dflash2", "DFlash2Qwen3ForCausalLM"),
+''',
+        ),
+    ),
+    shipped=((Sign(FILE, "", '{"DFlash2DraftModel": _, ...}'),),),
+)

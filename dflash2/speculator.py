@@ -202,15 +202,12 @@ class DFlash2Speculator(DFlashSpeculator):
         return torch.float32, float("-inf")
 
     def reset_slot(self, req_idx: int) -> None:
-        """Make the slot's cached proposal one-hot on token 0, for a request that takes it.
+        """A new request takes the slot: its cached proposal becomes one-hot on token 0.
 
         The scheduler pads a new request's drafts with token 0, which were never
         drawn; a verifier must read q(0) = 1 for them, or it emits them unseen.
         """
-        if self.draft_logits is None:
-            return
-        self.draft_logits[req_idx].fill_(float("-inf"))
-        self.draft_logits[req_idx, :, 0] = 0.0
+        super().reset_slot(req_idx)
         self.cached_ids[req_idx].zero_()
 
     def _generate_draft(

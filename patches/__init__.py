@@ -1,13 +1,31 @@
 """Every seam, in the order it is applied, and every file that is copied in."""
 
 from patches import (
+    block_verify_noise,
+    block_verify_placeholders,
+    capture_slots,
     causality,
+    compile_cache_key,
     draft_logits,
+    draft_noise,
+    draft_rope_length,
+    draft_slots,
+    fa3_geometry,
+    fa3_window,
+    float16_refused,
+    grammar_end,
+    layer_window,
+    nan_rows,
     noised_argmax,
+    padded_drafts,
+    prefill_graph,
     registry,
+    reserve_slots,
     selection,
     subclass_seams,
+    v1_runner_refused,
     vocab_parallel_top_k,
+    zero_window_blocks,
 )
 
 PATCHES = (
@@ -19,7 +37,25 @@ PATCHES = (
     noised_argmax.PATCH,
     selection.PATCH,
     draft_logits.PATCH,
-    # Further fixes that a serve on 0.27.1 needs.
+    # Further fixes that a serve on 0.27.1 needs; each says which release has it.
+    draft_noise.PATCH,
+    padded_drafts.PATCH,
+    capture_slots.PATCH,
+    draft_slots.PATCH,
+    reserve_slots.PATCH,
+    zero_window_blocks.PATCH,
+    draft_rope_length.PATCH,
+    v1_runner_refused.PATCH,
+    compile_cache_key.PATCH,
+    fa3_window.PATCH,
+    fa3_geometry.PATCH,
+    layer_window.PATCH,
+    nan_rows.PATCH,
+    block_verify_placeholders.PATCH,
+    float16_refused.PATCH,
+    prefill_graph.PATCH,
+    grammar_end.PATCH,
+    block_verify_noise.PATCH,
 )
 
 # source, below this repo -> destination, below site-packages
@@ -30,4 +66,5 @@ INSTALLED = {
     "dflash2/layers.py": "vllm/model_executor/layers/dflash2/__init__.py",
     "dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",
     "dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
+    "dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
 }

@@ -93,5 +93,12 @@ PATCH = Patch(
         (DFLASH, "_prepare_dflash_inputs_kernel"),
         (BASE, "DraftModelSpeculator._copy_request_inputs"),
     ),
+    # The verifier and the walk key their noise by the step alike; one without the other is no cure.
+    shipped=(
+        (
+            Sign(REJECTION, "_rejection_kernel", "spec_step_seed(...)"),
+            Sign("vllm/v1/worker/gpu/sample/gumbel.py", "", "def spec_step_seed(...): ..."),
+        ),
+    ),
     core=False,
 )

@@ -10,7 +10,7 @@ FILE = "vllm/config/speculative.py"
 SCOPE = "SpeculativeConfig.compute_hash"
 
 PATCH = Patch(
-    name="compile cache key",
+    name="compile-cache-key",
     why="num_speculative_tokens is baked into the compiled draft; another S replayed the old graph",
     upstream="none",
     shipped_in=None,

@@ -10,7 +10,7 @@ FILE = "vllm/config/speculative.py"
 SCOPE = "SpeculativeConfig.__post_init__"
 
 PATCH = Patch(
-    name="draft rope length",
+    name="draft-rope-length",
     why="the draft's rotary cache was sized by its own max_position; a longer target read past it",
     upstream="the methods that call _maybe_override_draft_max_position_embeddings in vLLM 0.33.0",
     shipped_in="0.33.0",

@@ -13,7 +13,7 @@ FILE = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
 KERNEL = "_prepare_dflash_inputs_kernel"
 
 PATCH = Patch(
-    name="draft slots",
+    name="draft-slots",
     why="near max_model_len the page table is read past its end; rejected rows and the null block are written",
     upstream="the slot masks of _prepare_dflash_inputs_kernel in vLLM 0.28.0",
     shipped_in="0.28.0",

@@ -11,7 +11,7 @@ FILE = "vllm/v1/attention/backends/flash_attn.py"
 SCOPE = "FlashAttentionMetadataBuilder.__init__"
 
 PATCH = Patch(
-    name="FA3 geometry",
+    name="fa3-geometry",
     why="the draft's attention was scheduled with the target's head counts and head size",
     upstream="FlashAttentionMetadataBuilder.__init__ of vLLM 0.29.0",
     shipped_in="0.29.0",

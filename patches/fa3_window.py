@@ -11,7 +11,7 @@ FILE = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
 SCOPE = "DFlashSpeculator.set_attn"
 
 PATCH = Patch(
-    name="FA3 window",
+    name="fa3-window",
     why="FlashAttention 3's ahead-of-time schedule ignores the draft's sliding window",
     upstream="DFlashSpeculator.set_attn of vLLM 0.30.0",
     shipped_in="0.30.0",

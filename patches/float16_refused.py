@@ -10,7 +10,7 @@ FILE = "vllm/config/vllm.py"
 SCOPE = "VllmConfig._validate_v2_model_runner"
 
 PATCH = Patch(
-    name="float16 refused",
+    name="float16-refused",
     why="a DFlash2 draft overflows in float16: NaN drafts, none accepted, and no error",
     upstream="none",
     shipped_in=None,

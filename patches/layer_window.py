@@ -10,7 +10,7 @@ FILE = "vllm/v1/attention/backends/flash_attn.py"
 SCOPE = "FlashAttentionImpl.forward"
 
 PATCH = Patch(
-    name="layer window",
+    name="layer-window",
     why="with the hybrid KV manager off, the target was clipped to the draft's sliding window",
     upstream="FlashAttentionImpl.forward of vLLM 0.28.0",
     shipped_in="0.28.0",

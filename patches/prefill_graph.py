@@ -106,6 +106,10 @@ PATCH = Patch(
         (STATES, "RequestState.has_prefill"),
         (RUNNER, "GPUModelRunner.execute_model"),
     ),
-    shipped=((Sign(EAGLE, "AutoRegressiveSpeculator.propose", "input_batch.has_prefill"),),),
+    # From 0.31 a one-token extension may run as a decode, so the runner asks a finer question.
+    shipped=(
+        (Sign(RUNNER, "GPUModelRunner", "get_uniform_decode_token_count(_, _, _, batch_state.has_prefill)"),),
+        (Sign(RUNNER, "GPUModelRunner", "get_uniform_decode_token_count(_, _, _, decode_graph_eligible)"),),
+    ),
     core=False,
 )

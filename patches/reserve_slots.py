@@ -10,7 +10,7 @@ FILE = "vllm/config/speculative.py"
 SCOPE = "SpeculativeConfig.max_num_new_slots_for_drafting"
 
 PATCH = Patch(
-    name="reserve slots",
+    name="reserve-slots",
     why="DFlash drafts S + 1 rows a request; one too few were kept free, so a full batch overran its buffers",
     upstream="SpeculativeConfig.max_num_new_slots_for_drafting of vLLM 0.28.0",
     shipped_in="0.28.0",

@@ -10,7 +10,7 @@ FILE = "vllm/config/vllm.py"
 SCOPE = "VllmConfig.__post_init__"
 
 PATCH = Patch(
-    name="V1 runner refused",
+    name="v1-runner-refused",
     why="VLLM_USE_V2_MODEL_RUNNER=0 served DFlash2 without its selector and without a word",
     upstream="the features the V1 runner lacks, VllmConfig of vLLM 0.29.0",
     shipped_in="0.29.0",

@@ -12,7 +12,7 @@ MANAGER = "vllm/v1/core/single_type_kv_cache_manager.py"
 UTILS = "vllm/v1/worker/utils.py"
 
 PATCH = Patch(
-    name="zero window blocks",
+    name="zero-window-blocks",
     why="sliding-window blocks taken from Mamba layers keep their bytes, and 0 * NaN spreads",
     upstream="AttentionSpec instead of FullAttentionSpec in KVBlockZeroer and the managers of vLLM 0.28.0",
     shipped_in="0.28.0",

@@ -17,6 +17,7 @@ REJECTION = "vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py"
 DFLASH = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
 BASE = "vllm/v1/worker/gpu/spec_decode/speculator.py"
 EAGLE = "vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py"
+WALK = "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py"
 MTP = "vllm/v1/worker/gpu/spec_decode/multi_module_mtp/speculator.py"
 
 CALL = '''\
@@ -97,7 +98,7 @@ PATCH = Patch(
     shipped=(
         (
             Sign(REJECTION, "_rejection_kernel", "spec_step_seed(...)"),
-            Sign("vllm/v1/worker/gpu/sample/gumbel.py", "", "def spec_step_seed(...): ..."),
+            Sign(WALK, "_selector_walk_kernel", "spec_step_seed(...)"),
         ),
     ),
     core=False,

@@ -261,22 +261,22 @@ class ContextKVWriter:
         self._caches: PagedCaches | None = None
         self._offsets: dict[tuple[int, ...], torch.Tensor] = {}
 
+    def can_store(self, slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None) -> bool:
+        """Whether one kernel can write all layers now; if not, the caller writes layer by layer."""
+        slots = self._per_layer(slot_mapping)
+        return self.usable and all(s is not None for s in slots) and self._bind() is not None
+
     def store(
         self,
         kv_flat: torch.Tensor,
         positions: torch.Tensor,
-        slot_mapping: torch.Tensor | Sequence[torch.Tensor | None],
-    ) -> bool:
-        """Write K and V of every context token (see ``store_context_kv``); False, having written
-        nothing, where the caller has to write layer by layer.
+        slot_mapping: torch.Tensor | Sequence[torch.Tensor],
+    ) -> None:
+        """Write K and V of every context token (see ``store_context_kv``), where ``can_store``.
 
         ``slot_mapping`` is [n] for all layers, or one [n] tensor a layer (several KV groups).
         """
-        per_layer = not isinstance(slot_mapping, torch.Tensor)
-        slots = list(slot_mapping) if per_layer else [slot_mapping] * len(self.layers)
-        caches = self._bind() if self.usable else None
-        if caches is None or any(s is None for s in slots):
-            return False
+        slots = self._per_layer(slot_mapping)
         store_context_kv(
             kv_flat,
             self.k_norm_weights,
@@ -285,9 +285,12 @@ class ContextKVWriter:
             self.cos_sin_cache,
             slots[0],
             self._slot_offsets(slots),
-            caches,
+            self._caches,
         )
-        return True
+
+    def _per_layer(self, slot_mapping) -> list[torch.Tensor | None]:
+        one = slot_mapping is None or isinstance(slot_mapping, torch.Tensor)
+        return [slot_mapping] * len(self.layers) if one else list(slot_mapping)
 
     def _bind(self) -> PagedCaches | None:
         # vLLM binds throwaway caches while it measures CUDA-graph memory: look at the addresses

@@ -13,17 +13,21 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from vllm import _custom_ops as ops
 from vllm.compilation.decorators import ignore_torch_compile
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.dflash2.context_kv import ContextKVWriter
 from vllm.model_executor.layers.dflash2.conv import conv_side0, conv_side1_add_norm
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+from .qwen2 import Qwen2MLP
 from .qwen3_dflash import (
+    DFlashQwen3Attention,
     DFlashQwen3DecoderLayer,
     DFlashQwen3ForCausalLM,
     DFlashQwen3Model,
@@ -183,12 +187,51 @@ def check_tensors(
         raise ValueError(f"DFlash2 checkpoint does not fit its config: {shown}.")
 
 
+# The layers below are vLLM's, the calls into them are not: under the default compilation config its
+# norms, activations and RoPE are chains of torch ops that wait for a compiler, and nothing here is
+# compiled.
+
+
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    """`norm` of x by vLLM's kernel: under the default compilation config the
-    layer itself falls back to a chain of torch ops when it is not compiled."""
+    """`norm` of x [rows, hidden_size], by vLLM's kernel."""
     out = torch.empty_like(x)
     ops.rms_norm(out, x, norm.weight.data, norm.variance_epsilon)
     return out
+
+
+def attention(
+    attn: DFlashQwen3Attention, positions: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """`attn` of x [rows, hidden_size], with the norms and RoPE of Q and K in one
+    kernel where vLLM has one."""
+    fused = x.is_cuda and attn.head_dim in (64, 128, 256) and x.dtype == torch.bfloat16
+    if not (fused and hasattr(torch.ops._C, "fused_qk_norm_rope")):
+        return attn(positions=positions, hidden_states=x)
+    qkv, _ = attn.qkv_proj(x)
+    rope = attn.rotary_emb
+    ops.fused_qk_norm_rope(
+        qkv,
+        attn.num_heads,
+        attn.num_kv_heads,
+        attn.num_kv_heads,
+        attn.head_dim,
+        attn.q_norm.variance_epsilon,
+        attn.q_norm.weight.data,
+        attn.k_norm.weight.data,
+        rope._match_cos_sin_cache_dtype(qkv),
+        rope.is_neox_style,
+        positions,
+    )
+    q, k, v = qkv.split([attn.q_size, attn.kv_size, attn.kv_size], dim=-1)
+    return attn.o_proj(attn.attn(q, k, v))[0]
+
+
+def swiglu(mlp: Qwen2MLP, x: torch.Tensor) -> torch.Tensor:
+    """`mlp` of x [rows, hidden_size], by vLLM's kernel."""
+    gate_up, _ = mlp.gate_up_proj(x)
+    act = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    torch.ops._C.silu_and_mul(act, gate_up)
+    return mlp.down_proj(act)[0]
 
 
 class DFlash2Conv(nn.Module):
@@ -259,12 +302,12 @@ class DFlash2DecoderLayer(DFlashQwen3DecoderLayer):
         the residual add and the norm behind it are one kernel.
         """
         x, delta = self.attention_conv.before(hidden_states, block)
-        y = self.self_attn(positions=positions, hidden_states=x)
+        y = attention(self.self_attn, positions, x)
         hidden_states, residual = self.attention_conv.after(
             y, delta, residual, self.post_attention_layernorm, block
         )
         x, delta = self.mlp_conv.before(hidden_states, block)
-        return self.mlp_conv.after(self.mlp(x), delta, residual, next_norm, block)
+        return self.mlp_conv.after(swiglu(self.mlp, x), delta, residual, next_norm, block)
 
 
 class DFlash2CandidateSelector(nn.Module):
@@ -313,6 +356,40 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         embeds = self.embed_tokens(input_ids)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
+
+    def _build_fused_kv_buffers(self) -> None:
+        super()._build_fused_kv_buffers()
+        self.context_writer = ContextKVWriter(
+            self._attn_layers,
+            self._k_norm_weights,
+            self._rms_norm_eps,
+            self._rope_cos_sin_cache,
+            self._head_dim,
+            self._rope_is_neox,
+        )
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: torch.Tensor,
+        context_positions: torch.Tensor,
+        context_slot_mapping: torch.Tensor | list[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Write the context's K and V into every layer's cache.
+
+        context_states [n, hidden_size], context_positions [n]; the slots are
+        [n] for all layers or one such tensor a layer, and None writes nothing.
+        One GEMM and one kernel serve all layers; where the layers' caches
+        differ in layout, DFlash's own path writes them one by one.
+        """
+        writer = getattr(self, "context_writer", None)
+        if writer is None or not writer.can_store(context_slot_mapping):
+            super().precompute_and_store_context_kv(
+                context_states, context_positions, context_slot_mapping
+            )
+            return
+        states = rms_norm(context_states, self.hidden_norm)
+        kv_flat = F.linear(states, self._fused_kv_weight, self._fused_kv_bias)
+        writer.store(kv_flat, context_positions, context_slot_mapping)
 
     def forward(
         self,

@@ -1,0 +1,102 @@
+"""Each runtime fix does on the real 0.27.1 modules what its patch file says, and fails without it.
+
+The patched vLLM runs in one process for all of them (runtime_probes.py); here is what it must find.
+
+Faults tried, and where:
+    max_model_len - S ... max_model_len, every request length around block borders,
+    S = 1 ... 15 with a block size of 8           test_draft_slots, test_served_to_the_last_token
+    max_num_seqs 1, 64, 1024                      test_batch_sizes_fit_or_are_refused
+    VLLM_USE_V2_MODEL_RUNNER=0                    test_v1_runner_is_refused
+    float16, pipeline parallel                    test_refused_at_start
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+PROBES = Path(__file__).with_name("runtime_probes.py")
+
+
+@pytest.fixture(scope="module")
+def found(run_patched):
+    """found(probe) -> what the probe of that name saw in the patched vLLM."""
+    done = run_patched(PROBES, interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"})
+    answers = json.loads(done.stdout.splitlines()[-1])
+
+    def answer(probe):
+        value = answers[probe]
+        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        return value
+
+    return answer
+
+
+def test_draft_slots(found):
+    """Slots, positions and lengths of every row, against plain Python, S = 1 ... 15, DFlash and DSpark."""
+    assert found("draft_slots") == []
+
+
+def test_a_full_batch_drafts_within_the_token_budget(found):
+    for steps, seqs, batched, drafted in found("reserved_rows"):
+        assert drafted is not None and drafted <= batched, (steps, seqs, batched, drafted)
+
+
+def test_batch_sizes_fit_or_are_refused(found):
+    one, sixty_four, thousand = found("batch_sizes")
+    assert one["served"] > 0 and sixty_four["served"] > 0
+    assert "Increase max_num_batched_tokens" in thousand["refused"]
+
+
+def test_window_blocks_of_a_hybrid_are_recorded(found):
+    recorded = found("recorded_blocks")
+    assert recorded["hybrid"] == {"mamba": [3, 0], "full": [3, 3], "window": [3, 3]}
+    assert recorded["plain"] == {"full": [3, 0], "window": [3, 0]}, "only a shared pool needs zeroing"
+
+
+def test_window_blocks_are_zeroed(found):
+    assert found("zeroed_memory") == {"full": [2, 5], "window": [2, 5]}
+
+
+def test_rotary_cache_reaches_the_targets_length(found):
+    assert found("rope_lengths") == [[128, 256], [256, 256], [4096, 4096]]
+
+
+def test_compile_cache_key_has_s(found):
+    seven, again, fifteen = found("compile_keys")
+    assert seven == again != fifteen
+
+
+def test_v1_runner_is_refused(found):
+    choice = found("runner_choice")
+    assert choice["None"] == choice["1"] == {"served": 2}
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in choice["0"]["refused"]
+
+
+@pytest.mark.parametrize(
+    "fault, says", [("float16", "--dtype bfloat16"), ("pipeline parallel", "Pipeline parallelism is not supported")]
+)
+def test_refused_at_start(found, fault, says):
+    answers = found("refusals")
+    assert answers["bfloat16"] == {"served": "torch.bfloat16"}
+    assert says in answers[fault]["refused"]
+
+
+def test_fa3_schedules_the_draft_with_its_own_geometry(found):
+    assert found("fa3_geometry") == [8, 4, 32, [-1, -1]]
+
+
+def test_fa3_makes_no_schedule_for_a_windowed_draft(found):
+    schedules = found("fa3_window")
+    assert schedules["None"] is not None, "a draft without a window keeps its schedule"
+    assert schedules["64"] is None
+
+
+def test_a_layers_own_window_wins(found):
+    assert found("layer_windows") == [
+        [None, True, [-1, -1]],
+        [512, True, [511, 0]],
+        [256, True, [255, 0]],
+        [256, False, [255, 255]],
+        [None, False, [-1, -1]],
+    ]

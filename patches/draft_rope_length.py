@@ -15,18 +15,16 @@ PATCH = Patch(
     upstream="the methods that call _maybe_override_draft_max_position_embeddings in vLLM 0.33.0",
     shipped_in="0.33.0",
     drop="with vLLM 0.33.0",
-    # The comment's line tells this test from the one that the same method makes further up.
+    # In an order of its own: the obvious one stands further up already, in another test.
     hunks=(
         Hunk(
             FILE,
             SCOPE,
             old="""\
                 if self.method in ("eagle", "eagle3"):
-                    # EAGLE drafts share the target's positional space; a
 """,
             new="""\
-                if self.method in ("eagle", "eagle3", "dflash", "dspark"):
-                    # EAGLE drafts share the target's positional space; a
+                if self.method in ("dflash", "dspark", "eagle", "eagle3"):
 """,
         ),
     ),

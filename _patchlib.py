@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, combinations
 
@@ -130,6 +130,11 @@ class Report:
     patches: tuple[Row, ...]
     message: str
     changes: dict[str, bytes | None] = field(default_factory=dict)
+
+    @property
+    def applies(self) -> tuple[str, ...]:
+        """Names of the rows whose text is in the tree once the report's changes are made."""
+        return tuple(row.name for row in self.patches if row.state in ("APPLY", "OUTDATED", "NOOP"))
 
     def as_json(self) -> dict:
         """The object that `--json` prints for one tree."""
@@ -731,7 +736,7 @@ def _text(read: Read, path: str) -> str | None:
 
 
 def _drifted(row: Row, detail: str) -> Row:
-    return Row(row.name, "DRIFT", row.files, detail, row.shipped_in)
+    return replace(row, state="DRIFT", detail=detail)
 
 
 def _unsupported(row: Row, version: str) -> Row:
@@ -755,9 +760,9 @@ def _judge(read: Read, patch_set: PatchSet, record: Record | None) -> tuple[list
     rows = []
     for patch in patch_set.patches:
         if patch.name in shipped:
-            rows.append(_row(patch, "SHIPPED", "upstream has it"))
+            rows.append(_row(patch, "SHIPPED", _upstream(patch)))
         elif not patch.hunks:
-            rows.append(_row(patch, installed, "in the installed files"))
+            rows.append(_row(patch, installed, patch.why))
         else:
             rows.append(_patch_row(read, patch, record if patch.name in applied else None))
     return rows + folders, False
@@ -802,7 +807,7 @@ def _shipping_rows(read: Read, patch_set: PatchSet, shipped: set[str]) -> list[R
     rows = []
     for patch in patch_set.patches:
         if patch.name in shipped:
-            rows.append(_row(patch, "SHIPPED", "upstream has it"))
+            rows.append(_row(patch, "SHIPPED", _upstream(patch)))
         else:
             rows.append(_row(patch, "MISSING", f"this release lacks it: {patch.why}"))
     for name, files in patch_set.folders.items():
@@ -811,6 +816,10 @@ def _shipping_rows(read: Read, patch_set: PatchSet, shipped: set[str]) -> list[R
         else:
             rows.append(Row(name, "MISSING", files, "this release has no such modules", None))
     return rows
+
+
+def _upstream(patch: Patch) -> str:
+    return f"upstream has it since {patch.shipped_in}" if patch.shipped_in else "upstream has it"
 
 
 def _row(patch: Patch, state: str, detail: str) -> Row:
@@ -822,7 +831,7 @@ def _folder_row(read: Read, patch_set: PatchSet, name: str, record: Record | Non
     files = patch_set.folders[name]
     findings = [_file_finding(read(path), patch_set.files[path], path, record) for path in files]
     state, detail = _together(findings)
-    return Row(name, state, files, detail, None)
+    return Row(name, state, files, detail or f"{len(files)} files of our own", None)
 
 
 def _file_finding(data: bytes | None, wanted: bytes, path: str, record: Record | None) -> tuple[str, str]:
@@ -837,7 +846,7 @@ def _patch_row(read: Read, patch: Patch, record: Record | None) -> Row:
     """`record` says that the patch was applied, None that it was not or that nobody knows."""
     files = {hunk.file for hunk in patch.hunks}
     if record and all(_hash(read(path)) == record.files[path][1] for path in files):
-        return _row(patch, "NOOP", "")
+        return _row(patch, "NOOP", patch.why)
     findings = []
     for number, hunk in enumerate(patch.hunks, 1):
         state, detail = judge(_text(read, hunk.file), hunk, record is not None)
@@ -846,7 +855,7 @@ def _patch_row(read: Read, patch: Patch, record: Record | None) -> Row:
     state, detail = _together(findings)
     if state == "NOOP" and (fault := _definition_fault(read, patch)):
         state, detail = "PARTIAL", fault
-    return _row(patch, state, detail)
+    return _row(patch, state, detail or patch.why)
 
 
 def _together(findings: list[tuple[str, str]]) -> tuple[str, str]:
@@ -1040,6 +1049,20 @@ def _folder_promise(read: Read, patch_set: PatchSet, paths: Iterable[str]) -> st
     return None
 
 
+def outcome_fault(read: Read, planned: Report, patch_set: PatchSet) -> tuple[Report, str | None]:
+    """(report on the tree after writing, what is not as it was promised or None)."""
+    read = _once(read)
+    wrong = [path for path, data in planned.changes.items() if read(path) != data]
+    report = survey(read, planned.version, patch_set)
+    if wrong:
+        return report, f"after writing, these do not hold what was written: {', '.join(wrong)}"
+    before = _without_ours(read, patch_set, read_record(read))
+    faults = broken_promises(read, before, patch_set, planned.applies)
+    if faults or report.verdict not in ("NOOP", "SHIPPED"):
+        return report, "after writing: " + ("; ".join(faults.values()) or report.message)
+    return report, None
+
+
 # A tree that an older version of this tool has patched.
 
 
@@ -1065,10 +1088,10 @@ def _outdated_row(read: Read, row: Row, wanted: Mapping, lost: list[str], record
     if row.state not in ("APPLY", "NOOP"):
         return row
     if hit := [path for path in row.files if path in lost]:
-        return Row(row.name, "PARTIAL", row.files, f"{', '.join(hit)}: {EDITED}", row.shipped_in)
+        return replace(row, state="PARTIAL", detail=f"{', '.join(hit)}: {EDITED}")
     if all(read(path) == wanted[path] for path in row.files if path in wanted):
-        return Row(row.name, "NOOP", row.files, "", row.shipped_in)
-    return Row(row.name, "OUTDATED", row.files, "an older version of this tool wrote it", row.shipped_in)
+        return replace(row, state="NOOP")
+    return replace(row, state="OUTDATED", detail="an older version of this tool was applied")
 
 
 def _message(verdict: str, version: str, rows: list[Row], known: bool, recorded: bool) -> str:

@@ -336,6 +336,7 @@ class DFlash2CandidateSelector(nn.Module):
 @ignore_torch_compile
 class DFlash2Qwen3Model(DFlashQwen3Model):
     decoder_layer_cls = DFlash2DecoderLayer
+    selector_cls = DFlash2CandidateSelector
 
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""):
         super().__init__(
@@ -346,7 +347,7 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         del self.mask_embedding
         self.block = 1 + vllm_config.speculative_config.num_speculative_tokens
         self.embedding_scale = config.input_embedding_scale
-        self.candidate_selector = DFlash2CandidateSelector(
+        self.candidate_selector = self.selector_cls(
             self.config.hidden_size,
             self.config.vocab_size,
             config.selector_rank,
@@ -411,9 +412,10 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
 class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
     model_cls = DFlash2Qwen3Model
 
-    # The embedding and the LM head are the target's: the loader shares both.
+    # The embedding, the LM head and the vocabulary are the target's: the loader shares the modules.
     has_own_embed_tokens = False
     has_own_lm_head = False
+    draft_id_to_target_id = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         draft_config = vllm_config.speculative_config.draft_model_config

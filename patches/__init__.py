@@ -1,6 +1,7 @@
 """Every seam, in the order it is applied, and every file that is copied in."""
 
 from patches import (
+    beam_registry,
     block_verify_noise,
     block_verify_placeholders,
     capture_slots,
@@ -37,6 +38,8 @@ PATCHES = (
     noised_argmax.PATCH,
     selection.PATCH,
     draft_logits.PATCH,
+    # Beam's drafter, the second one: vLLM has it from 0.33.0.
+    beam_registry.PATCH,
     # Further fixes that a serve on 0.27.1 needs; each says which release has it.
     draft_noise.PATCH,
     padded_drafts.PATCH,
@@ -67,4 +70,7 @@ INSTALLED = {
     "dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",
     "dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
     "dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
+    "dflash2/beam/__init__.py": "vllm/models/beam/__init__.py",
+    "dflash2/beam/nvidia.py": "vllm/models/beam/nvidia/__init__.py",
+    "dflash2/beam/dflash2.py": "vllm/models/beam/nvidia/dflash2.py",
 }

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DFlash2 drafter of Beam: the Qwen3 one, with every K/V of a draft in one place.
+
+Layers, kernels, candidate head, loading and the checks of a config are inherited. Beam adds
+
+- the selector as a module that scores all K x K edges of a step, where serving only walks one path;
+- `build_context_kv_weights` under its public name;
+- refusals: where the Qwen3 drafter falls back to writing context K/V layer by layer, or serves a
+  biased attention, this one raises.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_dflash2 import (
+    DFlash2CandidateSelector,
+    DFlash2Qwen3ForCausalLM,
+    DFlash2Qwen3Model,
+)
+
+
+class DFlash2BeamCandidateSelector(DFlash2CandidateSelector):
+    def forward(
+        self,
+        candidate_ids: torch.Tensor,
+        unary_logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+        anchor_token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Edge scores [requests, steps, K, K] float32: how well candidate j of a step
+        (last axis) follows candidate i of the step before it (the axis before).
+
+        At step 0 every row is the same: only the anchor comes before it.
+
+        candidate_ids     [requests * steps, K] int, as `compute_candidates` returns
+        unary_logits      [requests * steps, K]
+        hidden_states     [requests * steps, hidden_size] bfloat16, final-normed
+        anchor_token_ids  [requests] int, the last verified tokens
+
+        Raises:
+            ValueError: hidden_states are not bfloat16.
+        """
+        if hidden_states.dtype != torch.bfloat16:
+            raise ValueError(
+                "DFlash2BeamCandidateSelector scores bfloat16 hidden states, got "
+                f"{hidden_states.dtype}: serve with --dtype bfloat16."
+            )
+        k, requests = candidate_ids.shape[-1], anchor_token_ids.shape[0]
+        ids = candidate_ids.reshape(requests, -1, k)
+        unary = unary_logits.reshape(ids.shape)
+        anchors = anchor_token_ids.to(ids.dtype)[:, None, None].expand(-1, 1, k)
+        predecessors = torch.cat([anchors, ids[:, :-1]], dim=1)
+        projected = self.hidden_projection(hidden_states).float()
+        projected = projected.reshape(*ids.shape[:2], 1, -1)
+        gates = self.predecessor_codebook[predecessors].float() * projected
+        successors = self.successor_codebook[ids].float()
+        return unary.float()[:, :, None] + gates @ successors.transpose(-1, -2)
+
+
+class DFlash2BeamModel(DFlash2Qwen3Model):
+    selector_cls = DFlash2BeamCandidateSelector
+
+    def build_context_kv_weights(self) -> None:
+        """Stack what the context K/V of all layers needs: the K/V projections
+        [L * 2 * kv_size, hidden_size] and the K-norm weights [L, head_dim].
+
+        `load_weights` ends with it; with dummy weights the first use does it.
+        """
+        self._build_fused_kv_buffers()
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: torch.Tensor,
+        context_positions: torch.Tensor,
+        context_slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """As the Qwen3 drafter's, for layers that share one slot mapping and one
+        cache layout; without slots it projects and writes nothing.
+
+        Raises:
+            ValueError: the layers' slot mappings or caches differ.
+            NotImplementedError: a layer's cache is another layer's.
+        """
+        slots = one_slot_mapping(context_slot_mapping)
+        if slots is not None:
+            check_caches([layer.self_attn.attn for layer in self.layers])
+        super().precompute_and_store_context_kv(context_states, context_positions, slots)
+
+
+class DFlash2BeamForCausalLM(DFlash2Qwen3ForCausalLM):
+    model_cls = DFlash2BeamModel
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        check_beam_drafter(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+def one_slot_mapping(
+    slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None,
+) -> torch.Tensor | None:
+    """The slots that all layers share; None where no layer has any.
+
+    Layers share them when they read the same memory: comparing what it holds
+    would wait for the device at every draft.
+    """
+    if slot_mapping is None or isinstance(slot_mapping, torch.Tensor):
+        return slot_mapping
+    first = slot_mapping[0]
+    if first is None:
+        shared = all(slots is None for slots in slot_mapping)
+    else:
+        shared = all(
+            slots is not None
+            and slots.data_ptr() == first.data_ptr()
+            and slots.shape == first.shape
+            for slots in slot_mapping
+        )
+    if not shared:
+        raise ValueError(
+            "DFlash2 Beam drafter: its layers have different slot mappings, so they lie in "
+            "different KV cache groups. Draft with architecture DFlash2DraftModel, which "
+            "serves them."
+        )
+    return first
+
+
+def check_caches(attn_layers: Sequence[nn.Module]) -> None:
+    """Refuse caches that are not laid out alike, or that belong to other layers."""
+    layouts = set()
+    for layer in attn_layers:
+        if layer.kv_sharing_target_layer_name is not None:
+            raise NotImplementedError(
+                f"DFlash2 Beam drafter: {layer.layer_name} shares the KV cache of "
+                f"{layer.kv_sharing_target_layer_name}; each draft layer needs its own."
+            )
+        cache = layer.kv_cache
+        layouts.add((layer.kv_cache_dtype, cache.dtype, cache.shape, cache.stride()))
+    if len(layouts) > 1:
+        shown = "; ".join(
+            f"{name} ({dtype}), shape {tuple(shape)}, strides {stride}"
+            for name, dtype, shape, stride in sorted(layouts, key=str)
+        )
+        raise ValueError(
+            f"DFlash2 Beam drafter: its layers' KV caches differ: {shown}. Draft with "
+            "architecture DFlash2DraftModel, which serves them."
+        )
+
+
+def check_beam_drafter(vllm_config: VllmConfig) -> None:
+    """Refuse at start-up what the Qwen3 drafter serves and this one does not.
+
+    Raises NotImplementedError naming the key and its value.
+    """
+    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+    if getattr(hf_config, "attention_bias", False):
+        raise NotImplementedError(
+            "DFlash2 Beam drafter: attention_bias is true in the draft model's config.json, "
+            "and this drafter has no attention biases. Draft with architecture "
+            "DFlash2DraftModel, which has."
+        )
+    layer_types = getattr(hf_config, "layer_types", None) or []
+    one_group = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    if len(set(layer_types)) > 1 and not one_group:
+        raise NotImplementedError(
+            f"DFlash2 Beam drafter: layer_types {list(layer_types)} put its layers into "
+            "different KV cache groups, and this drafter needs one. Draft with architecture "
+            "DFlash2DraftModel, or serve with --disable-hybrid-kv-cache-manager."
+        )
+    parallel = vllm_config.parallel_config
+    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, key) > 1:
+            raise NotImplementedError(
+                f"DFlash2 Beam drafter: {key} is {getattr(parallel, key)}, and its context "
+                "K/V cannot be split over ranks; serve with 1."
+            )

@@ -1,0 +1,28 @@
+"""The registry maps DFlash2BeamDraftModel to Beam's drafter, under vLLM's own later import path."""
+
+from _patchlib import Hunk, Patch, Sign
+
+FILE = "vllm/model_executor/models/registry.py"
+
+PATCH = Patch(
+    name="beam-registry",
+    why="a checkpoint whose architecture is DFlash2BeamDraftModel finds its class",
+    upstream="_SPECULATIVE_DECODING_MODELS of vLLM 0.33.0",
+    shipped_in="0.33.0",
+    drop="with vLLM 0.33.0",
+    hunks=(
+        Hunk(
+            FILE,
+            "",
+            old='''\
+    "DSparkDraftModel": ("vllm.models.deepseek_v4", "DSparkDeepseekV4ForCausalLM"),
+''',
+            new='''\
+    "DFlash2BeamDraftModel": ("vllm.models.beam", "DFlash2BeamForCausalLM"),
+    "DSparkDraftModel": ("vllm.models.deepseek_v4", "DSparkDeepseekV4ForCausalLM"),
+''',
+        ),
+    ),
+    shipped=((Sign(FILE, "", '{"DFlash2BeamDraftModel": _, ...}'),),),
+    core=False,
+)

@@ -1,0 +1,342 @@
+"""The engine on a GPU: `python tests/gpu/run.py --out DIR` prints one table and writes DIR/engine.json.
+
+Needs the CUDA build of vLLM 0.27.1 in this Python. It is not touched: a copy is patched and used. Every
+engine is a process with a time limit of its own, and several of them share the card (30 GB of it).
+Exit status: 0 all checks passed, 1 some did not, 3 nothing could be run.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import jobs  # noqa: E402
+import judge  # noqa: E402
+
+# Mean acceptance length of the tiny pair, bf16, eager, greedy, on an H200; the reference in float32 has 3.7814.
+ACCEPTANCE = 3.7153
+AT_ONCE = 8
+
+
+class Row(NamedTuple):
+    check: str
+    result: str
+    passed: bool
+
+
+def patched_site(folder: Path) -> Path:
+    """A patched copy of this Python's vLLM below ``folder``. Raises SystemExit with the tool's message."""
+    from conftest import copy_tree, vllm_distribution
+
+    site = copy_tree(Path(vllm_distribution().locate_file("")), folder)
+    done = subprocess.run(
+        [sys.executable, REPO / "apply_all.py", "--root", site], capture_output=True, text=True
+    )
+    print(done.stdout, end="")
+    if done.returncode:
+        raise SystemExit(f"error: could not patch a copy of vLLM in {site}\n{done.stderr}")
+    return site
+
+
+class Process:
+    """A running job: its process, files and deadline."""
+
+    def __init__(self, job, arguments, site: Path, scratch: Path):
+        self.job = job
+        self.facts_path = scratch / f"{job.name}.json"
+        self.log_path = scratch / f"{job.name}.log"
+        command = [sys.executable, HERE / "jobs.py", job.name, "--out", self.facts_path, "--scratch", scratch]
+        for name in ("tiny", "samples", "seconds", "tokens"):
+            command += [f"--{name}", getattr(arguments, name)]
+        self.deadline = time.monotonic() + job.limit + arguments.seconds * ("soak" in job.phases)
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, env=environment(site)
+            )
+
+    def running(self) -> bool:
+        if self.process.poll() is None and time.monotonic() > self.deadline:
+            self.process.kill()
+            self.process.wait()
+        return self.process.returncode is None
+
+    def facts(self) -> dict:
+        return json.loads(self.facts_path.read_text()) if self.facts_path.exists() else {}
+
+    def failed(self) -> bool:
+        return bool(self.process.returncode) or bool(errors(self.facts()))
+
+    def log(self) -> str:
+        return f"--- {self.job.name}: exit status {self.process.returncode}\n" + self.log_path.read_text(errors="replace")
+
+
+def errors(facts: dict) -> list[str]:
+    """Last lines of the errors that ended a phase."""
+    return [value["error"].strip().splitlines()[-1] for value in facts.values() if isinstance(value, dict) and "error" in value]
+
+
+def environment(site: Path) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    return {
+        # FlashInfer's samplers would be compiled for minutes.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "2",
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "PYTHONPATH": path,
+    }
+
+
+def run_jobs(chosen, arguments, site: Path, scratch: Path) -> list[Process]:
+    """Run the jobs and return them finished; what is known is written to the report all along."""
+    waiting, processes, reported = list(chosen), [], 0
+    while waiting or any(p.running() for p in processes):
+        job = next_job(waiting, [p for p in processes if p.running()])
+        if job is None:
+            time.sleep(0.5)
+        else:
+            waiting.remove(job)
+            processes.append(Process(job, arguments, site, scratch))
+        done = sum(not p.running() for p in processes)
+        if done > reported:
+            reported = done
+            write_report(arguments.out, processes)
+    return processes
+
+
+def next_job(waiting: list, busy: list[Process]):
+    """The job to start now, if any. Engines with CUDA graphs start one after another: while one captures,
+    another one's memory would be measured wrongly; and latencies are measured on a card nobody else uses."""
+    facts = [(p.job, p.facts()) for p in busy]
+    if len(busy) >= AT_ONCE or any("latency" in job.phases and "latency_seconds" not in known for job, known in facts):
+        return None
+    capturing = any(job.graphs and "start_seconds" not in known for job, known in facts)
+    return next((job for job in waiting if not (job.graphs and capturing)), None)
+
+
+def write_report(out: Path, processes: list[Process]) -> list[Row]:
+    """Write engine.json and engine.log (of the jobs that failed) to the folder; returns the rows."""
+    facts = {p.job.name: p.facts() for p in processes}
+    rows = judge_all(facts)
+    report = {"rows": [row._asdict() for row in rows], "facts": facts}
+    (out / "engine.json").write_text(json.dumps(report))
+    (out / "engine.log").write_text("\n".join(p.log() for p in processes if not p.running() and p.failed()))
+    return rows
+
+
+def text_row(name: str, plain: dict, texts: list[dict], ties: bool) -> Row:
+    drafted = [text["tokens"] for text in texts]
+    counts = judge.compare_texts(plain["texts"], drafted, ties)
+    result = f"{counts['same']} of {len(drafted)} identical"
+    if counts["excused"]:
+        result += f", {counts['excused']} part at a near-tie"
+    if counts["wrong"]:
+        result += f", {counts['wrong']} wrong at [text, position] {counts['where'][:4]}"
+    return Row(name, result, counts["wrong"] == 0)
+
+
+def acceptance_row(name: str, phase: dict) -> Row:
+    value = phase["acceptance"]
+    if value is None:
+        return Row(name, "nothing was drafted", False)
+    off = value / ACCEPTANCE - 1
+    return Row(name, f"{value:.4f} tokens a step, {off:+.1%} ({phase['drafts']:.0f} drafts)", abs(off) <= 0.03)
+
+
+def sampled_row(name: str, plain: dict, drafted: dict, temperature: float) -> Row:
+    one, other = plain[str(temperature)], drafted[str(temperature)]
+    shown = []
+    for length in (1, 2, 3, 4):
+        p, freedom, _ = judge.homogeneity(judge.prefix_counts(one, length), judge.prefix_counts(other, length))
+        shown.append(f"{p:.2g}")
+    result = f"p = {' / '.join(shown)} on 1 to 4 tokens, {sum(other.values())} samples, {freedom} degrees of freedom"
+    return Row(name, result, p > 1e-3)
+
+
+def soak_row(phase: dict) -> Row:
+    rate = phase["tokens"] / phase["seconds"]
+    result = f"{phase['requests']} requests in {phase['seconds']:.0f} s, {phase['lost']} lost, "
+    result += f"{phase['malformed_count']} malformed, {rate:.0f} tokens/s, acceptance {phase['acceptance']:.2f}"
+    return Row("64 requests in flight", result, phase["requests"] > 64 and phase["lost"] == phase["malformed_count"] == 0)
+
+
+def latency_rows(phase: dict) -> list[Row]:
+    seconds = phase["seconds"]
+    result = f"{1e3 * seconds[0]:.1f} ms, the tenth {1e3 * seconds[9]:.1f} ms"
+    compiled = phase["compiled"]
+    return [
+        Row("first request", result, seconds[0] <= 1.2 * seconds[9] + 0.005),
+        Row("kernels compiled after the start", ", ".join(sorted(set(compiled))) or "none", not compiled),
+    ]
+
+
+def hybrid_rows(name: str, plain: dict, facts: dict) -> list[Row]:
+    rows = []
+    for phase, label in (("hybrid", name), ("hybrid_chunks", f"{name}, chunks of {jobs.STEPS + 1}")):
+        done = facts[phase]
+        rows.append(text_row(f"{label}: greedy text", plain["hybrid"], done["texts"], True))
+        rows.append(Row(f"{label}: rows of q with NaN", str(done["nan_rows"]), done["nan_rows"] == 0))
+    return rows
+
+
+def graphs_or_eager(name: str) -> str:
+    return "CUDA graphs" if name.startswith("graphs") else "eager"
+
+
+def checks() -> list[tuple[str, tuple[str, ...], Callable[..., list[Row]]]]:
+    """(name, jobs whose facts it needs, function from those facts to rows), in the table's order."""
+    table: list = []
+    for mode in ("eager", "graphs"):
+        for drafter in ("greedy", "probabilistic"):
+            job, label = f"{mode}-{drafter}", f"{graphs_or_eager(mode)}, {drafter} drafts"
+            table.append(
+                (
+                    f"{label}: greedy text",
+                    (f"{mode}-plain", job),
+                    lambda plain, own, label=label, ties=mode == "graphs": [
+                        text_row(f"{label}: greedy text", plain["text"], own["text"]["texts"], ties)
+                    ],
+                )
+            )
+            table.append(
+                (
+                    f"{label}: acceptance",
+                    (job,),
+                    lambda own, label=label: [acceptance_row(f"{label}: acceptance", own["text"])],
+                )
+            )
+            for temperature in jobs.TEMPERATURES:
+                name = f"{label}: samples at T = {temperature}"
+                table.append(
+                    (
+                        name,
+                        ("graphs-plain", job),
+                        lambda plain, own, name=name, t=temperature: [
+                            sampled_row(name, plain["sampled"], own["sampled"], t)
+                        ],
+                    )
+                )
+    serve = "graphs-serve"
+    table += [
+        ("64 requests in flight", (serve,), lambda own: [soak_row(own["soak"])]),
+        ("prefix caching", ("graphs-plain", serve), prefix_rows),
+        ("chunked prefill", ("eager-plain", "eager-chunked"), chunked_rows),
+        ("abort and submit again", ("graphs-plain", serve), abort_rows),
+        ("first request", (serve,), lambda own: latency_rows(own["latency"])),
+    ]
+    for mode in ("eager", "graphs"):
+        name = f"hybrid target, {graphs_or_eager(mode)}"
+        table.append(
+            (
+                name,
+                (f"hybrid-{mode}-plain", f"hybrid-{mode}"),
+                lambda plain, own, name=name: hybrid_rows(name, plain, own),
+            )
+        )
+    return table
+
+
+def prefix_rows(plain: dict, own: dict) -> list[Row]:
+    phase = own["prefix"]
+    return [
+        text_row("prefix caching, cold: greedy text", plain["text"], phase["texts"], True),
+        text_row("prefix caching, warm: greedy text", plain["text"], phase["again"], True),
+        Row("prefix caching: tokens from the cache", f"{phase['hits']:.0f}", phase["hits"] > 0),
+        acceptance_row("prefix caching, warm: acceptance", phase),
+    ]
+
+
+def chunked_rows(plain: dict, own: dict) -> list[Row]:
+    # Other chunks are other shapes for the GEMMs, which round otherwise.
+    return [
+        text_row("chunked prefill: greedy text", plain["text"], own["text"]["texts"], True),
+        acceptance_row("chunked prefill: acceptance", own["text"]),
+    ]
+
+
+def abort_rows(plain: dict, own: dict) -> list[Row]:
+    phase = own["abort"]
+    whole = len(phase["texts"]) == len(plain["text"]["texts"])
+    name = f"{phase['aborted']} aborted and submitted again: greedy text"
+    if not whole or phase["revenants"] or not phase["aborted"]:
+        return [Row(name, f"{len(phase['texts'])} texts, aborted but finished: {phase['revenants']}", False)]
+    return [text_row(name, plain["text"], phase["texts"], True)]
+
+
+def judge_all(facts: dict[str, dict]) -> list[Row]:
+    """Rows of every check whose jobs were run; one without the facts it needs has failed."""
+    rows = []
+    for name, needed, make in checks():
+        if any(job not in facts for job in needed):
+            continue
+        try:
+            rows += make(*(facts[job] for job in needed))
+        except (KeyError, TypeError, ValueError) as error:
+            reasons = [reason for job in needed for reason in errors(facts[job])] or [f"{error!r}, see engine.log"]
+            rows.append(Row(name, f"no result from {' or '.join(needed)}: {reasons[0][:200]}", False))
+    return rows
+
+
+def print_table(rows: list[Row]) -> None:
+    width = max(len(row.check) for row in rows)
+    for row in rows:
+        print(f"{'pass' if row.passed else 'FAIL'}  {row.check:<{width}}  {row.result}")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for engine.json and what each engine did")
+    parser.add_argument("--tiny", default=str(REPO / "demo" / "tiny"), help="folder of the tiny pair")
+    parser.add_argument("--samples", type=int, default=20_000, help="samples a temperature and engine")
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long 64 requests are kept in flight")
+    parser.add_argument("--tokens", type=int, default=64, help="length of greedy texts")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help=f"run these alone: {', '.join(j.name for j in jobs.JOBS)}")
+    arguments = parser.parse_args()
+    unknown = set(arguments.only or ()) - {job.name for job in jobs.JOBS}
+    if unknown:
+        parser.error(f"--only {' '.join(sorted(unknown))}: no such job")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    begin = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="dflash2-engine-"))
+    try:
+        site = patched_site(scratch / "site")
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+        return 3
+    chosen = [job for job in jobs.JOBS if not arguments.only or job.name in arguments.only]
+    processes = run_jobs(chosen, arguments, site, scratch)
+    for process in processes:
+        if process.failed():
+            print(f"--- {process.job.name}: exit status {process.process.returncode}\n{process.log()[-1500:]}\n")
+    rows = write_report(arguments.out, processes)
+    starts = ", ".join(f"{p.job.name} {p.facts().get('start_seconds', math.nan):.0f}" for p in processes)
+    print("seconds to start:", starts)
+    if rows:
+        print_table(rows)
+    failed = sum(not row.passed for row in rows)
+    print(f"{len(rows)} checks, {failed} failed, {time.monotonic() - begin:.0f} s")
+    shutil.rmtree(scratch, ignore_errors=True)
+    return int(failed > 0 or not rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,151 @@
+"""What the kernel benchmarks share: loading kernels, timing by graph replay, floors, tables and plots."""
+
+import ast
+import importlib.util
+import json
+import multiprocessing
+import sys
+import types
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+CACHE_FACTOR = 3  # rotate over this many times the L2, so that nothing timed as cold is still in it
+
+
+def load_kernels(name):
+    """dflash2/<name>.py as a module, whether or not vLLM is there: it asks vLLM for nothing but Triton."""
+    known = sys.modules.get("vllm.triton_utils")
+    sys.modules["vllm.triton_utils"] = triton_utils()
+    spec = importlib.util.spec_from_file_location(f"dflash2_{name}", REPO / "dflash2" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.modules.pop("vllm.triton_utils")
+        if known is not None:
+            sys.modules["vllm.triton_utils"] = known
+    return module
+
+
+def triton_utils():
+    import triton
+    import triton.language as tl
+
+    stub = types.ModuleType("vllm.triton_utils")
+    stub.HAS_TRITON, stub.triton, stub.tl = True, triton, tl
+    return stub
+
+
+def load_upstream(path, *names):
+    """Functions of an upstream module, run from its own file without what the module imports."""
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node
+        for node in tree.body
+        if (isinstance(node, ast.FunctionDef) and node.name in names)
+        or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
+    ]
+    stub = triton_utils()
+    scope = {"__name__": f"upstream_{path.stem}", "torch": torch, "tl": stub.tl, "triton": stub.triton}
+    exec(compile(tree, str(path), "exec"), scope)
+    missing = [name for name in names if name not in scope]
+    if missing:
+        raise SystemExit(f"error: {path} has no {', '.join(missing)}; --upstream takes a folder that holds vllm 0.33.0")
+    return [scope[name] for name in names]
+
+
+def precompile(worker, jobs):
+    """Runs worker(job) in one process a core, which leaves the kernels in Triton's disk cache."""
+    workers = min(len(jobs), max(1, (multiprocessing.cpu_count() or 2) - 1), 15)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(worker, jobs))
+
+
+def rotations(bytes_per_call, most=64):
+    """How many input sets keep a call from finding its input in L2."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(most, -(-CACHE_FACTOR * l2 // bytes_per_call)))
+
+
+def time_graph(calls, replays=15, least=32):
+    """Median microseconds a call: `calls` one after another in a CUDA graph, repeated to at least `least`."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    repeats = -(-least // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / (repeats * len(calls)))
+    return median(times[3:])
+
+
+def copy_bandwidth(bytes_copied=1 << 32):
+    """Bytes a second of a large device-to-device copy, read and written counted."""
+    source = torch.empty(bytes_copied, dtype=torch.uint8, device="cuda").random_(0, 256)
+    target = torch.empty_like(source)
+    micros = time_graph([lambda: target.copy_(source)], replays=7, least=3)
+    return 2 * bytes_copied / micros * 1e6
+
+
+def empty_kernel_time():
+    """Microseconds a kernel that does next to nothing takes in a graph: the floor of a launch."""
+    x = torch.zeros(1, device="cuda")
+    return time_graph([lambda: x.zero_()], least=200)
+
+
+def machine():
+    import triton
+
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
+def table(rows):
+    """Dicts with the same keys as a Markdown table; floats to one decimal, None as a dash."""
+
+    def cell(value):
+        return "–" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    lines = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])
+
+
+def write(out, name, sections, plot):
+    """Prints the tables; with `out`, also writes NAME.md, NAME.json and, through plot(axes), NAME.png."""
+    info = machine()
+    head = ", ".join(f"{key} {value}" for key, value in info.items())
+    text = f"{head}\n\n" + "\n\n".join(f"{title}\n\n{table(rows)}" for title, rows in sections.items()) + "\n"
+    print(text)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text(text)
+    (out / f"{name}.json").write_text(json.dumps({"machine": info, **sections}, indent=1))
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    plot(axes)
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.savefig(out / f"{name}.png", dpi=120)

@@ -1,0 +1,159 @@
+"""Top-k over the vocabulary: ours, torch.topk, FlashInfer's radix top-k, and the time to read the logits.
+
+    python bench/top_k.py [--out DIR] [--sweep] [--flashinfer]
+
+Newest upstream (0.33.0) has no kernel of its own here: it calls FlashInfer where that is installed
+and torch.topk elsewhere. Times are microseconds a call, replayed as a CUDA graph, over input sets
+that do not stay in L2 ("in L2": over one set, as right after the LM head wrote it).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, rotations, time_graph, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from test_top_k import BIG, SMALL, Case, check  # noqa: E402
+
+STEPS = 7  # rows a request
+SHAPES = [
+    *((batch, 248320, 16, torch.bfloat16) for batch in (1, 2, 4, 8, 16, 32, 64, 128)),
+    *((32, 248320, k, torch.bfloat16) for k in (4, 8, 32, 64)),
+    *((1, 248320, k, torch.bfloat16) for k in (4, 32, 64)),
+    *((32, vocab, 16, torch.bfloat16) for vocab in (151936, 202048)),
+    *((batch, 248320, 16, torch.float32) for batch in (1, 32)),
+]
+TILES = {
+    16: [
+        (4096, 64, 64, 4), (8192, 64, 64, 4), (8192, 64, 64, 8), (16384, 64, 64, 8), (16384, 64, 64, 16),
+        (32768, 64, 64, 16), (8192, 32, 64, 8), (16384, 128, 32, 8), (8192, 32, 128, 4), (16384, 32, 64, 8),
+    ],
+    64: [
+        (8192, 32, 16, 8), (8192, 32, 32, 8), (8192, 16, 16, 8), (16384, 32, 16, 8), (16384, 32, 16, 16),
+        (16384, 16, 16, 16),
+    ],
+}  # fmt: skip
+
+
+def compile_one(job):
+    """In a process of its own: compiles what one shape or check needs."""
+    rows, vocab, k, dtype, valid, stride, tile = job
+    top_k = load_kernels("top_k")
+    logits = torch.zeros(1, vocab + stride, dtype=dtype, device="cuda")[:, :vocab]
+    top_k.launch(logits, k, valid, top_k.Tile(*tile) if tile else top_k.choose_tile(k))
+    torch.cuda.synchronize()
+
+
+def jobs(cases, tiles):
+    """One job a compilation: what is specialised on is the tile, padded k, tree size and divisibility by 16."""
+    found = {}
+    wanted = [(1, c.vocab, c.k, c.dtype, c.valid or c.vocab, c.stride, None) for c in cases]
+    wanted += [(1, v, k, dtype, v, 0, None) for _, v, k, dtype in SHAPES]
+    wanted += [(1, 248320, k, torch.bfloat16, 248320, 0, tile) for k, tile in tiles]
+    for job in wanted:
+        _, vocab, k, dtype, valid, stride, tile = job
+        padded = max(2, 1 << (k - 1).bit_length())
+        key = (padded, valid.bit_length(), valid % 16 == 0, (vocab + stride) % 16 == 0, dtype, tile)
+        found.setdefault(key, job)
+    return list(found.values())
+
+
+def input_sets(rows, vocab, dtype):
+    count = rotations(rows * vocab * dtype.itemsize)
+    return [torch.randn(rows, vocab, device="cuda").mul_(4).to(dtype) for _ in range(count)]
+
+
+def time_ours(top_k, sets, k, tile):
+    rows, vocab = sets[0].shape
+    workspace = top_k.make_workspace(rows, vocab, k, sets[0].dtype, "cuda", tile)
+    return time_graph([lambda x=x: top_k.launch(x, k, vocab, tile, workspace) for x in sets])
+
+
+def measure(top_k, shape, bandwidth, flashinfer):
+    batch, vocab, k, dtype = shape
+    rows = batch * STEPS
+    sets = input_sets(rows, vocab, dtype)
+    floor = rows * vocab * dtype.itemsize / bandwidth * 1e6
+    ours = time_ours(top_k, sets, k, top_k.choose_tile(k))
+    torch_time = time_graph([lambda x=x: torch.topk(x, k) for x in sets], replays=5, least=4)
+    radix = flashinfer and time_graph([lambda x=x: flashinfer(x, k, sorted=True, deterministic=True) for x in sets])
+    return {
+        "batch": batch,
+        "rows": rows,
+        "vocabulary": vocab,
+        "K": k,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ours": ours,
+        "in L2": time_ours(top_k, sets[:1], k, top_k.choose_tile(k)),
+        "torch.topk": torch_time,
+        "FlashInfer": radix or None,
+        "read once": floor,
+        "ours / read": ours / floor,
+        "torch / ours": torch_time / ours,
+    }
+
+
+def sweep(top_k, tiles):
+    """Microseconds at batch 1, 8 and 32 of each tile."""
+    rows = {batch: input_sets(batch * STEPS, 248320, torch.bfloat16) for batch in (1, 8, 32)}
+    return [
+        {"K": k, "chunk": tile[0], "group": tile[1], "fan": tile[2], "warps": tile[3]}
+        | {f"batch {b}": time_ours(top_k, sets, k, top_k.Tile(*tile)) for b, sets in rows.items()}
+        | {"batch 1, in L2": time_ours(top_k, rows[1][:1], k, top_k.Tile(*tile))}
+        for k, tile in tiles
+    ]
+
+
+def import_flashinfer(wanted):
+    if not wanted:
+        print("FlashInfer not timed: pass --flashinfer (its top_k compiles for minutes the first time)")
+        return None
+    try:
+        from flashinfer import top_k
+    except ImportError as error:
+        print(f"FlashInfer not timed: {error}")
+        return None
+    return top_k
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for top_k.md, top_k.json and top_k.png")
+    parser.add_argument("--sweep", action="store_true", help="also time every candidate tile")
+    parser.add_argument("--flashinfer", action="store_true", help="also time FlashInfer's radix top-k")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: bench/top_k.py needs a GPU that torch can see")
+    tiles = [(k, tile) for k, row in TILES.items() for tile in row] if args.sweep else []
+    cases = SMALL + BIG
+    precompile(compile_one, jobs(cases, tiles))
+    top_k = load_kernels("top_k")
+    tile_cases = [(Case("", 14, 248320, k, kind="special"), top_k.Tile(*tile)) for k, tile in tiles]
+    wrong = {c.name: w for c in cases if (w := check(top_k, c, "cuda"))}
+    wrong |= {str((c.k, tile)): w for c, tile in tile_cases if (w := check(top_k, c, "cuda", tile))}
+    for name, what in wrong.items():
+        print(f"WRONG {name}: {what[0][:300]}")
+    print(f"{len(cases) + len(tile_cases) - len(wrong)} of {len(cases) + len(tile_cases)} cases exact")
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s; an empty kernel {empty_kernel_time():.2f} us")
+    flashinfer = import_flashinfer(args.flashinfer)
+    results = [measure(top_k, shape, bandwidth, flashinfer) for shape in SHAPES]
+    sections = {"Top-k of the logits, µs": results}
+    if tiles:
+        sections["Tiles, µs"] = sweep(top_k, tiles)
+    write(args.out, "top_k", sections, lambda axes: plot(axes, results))
+    return 1 if wrong else 0
+
+
+def plot(axes, results):
+    shown = [r for r in results if (r["vocabulary"], r["K"], r["dtype"]) == (248320, 16, "bfloat16")]
+    for name, style in (("torch.topk", "s-"), ("FlashInfer", "^-"), ("ours", "o-"), ("read once", "k--")):
+        if shown[0][name] is not None:
+            axes.loglog([r["batch"] for r in shown], [r[name] for r in shown], style, label=name)
+    axes.set(xlabel="requests of 7 rows", ylabel="µs", title="Top 16 of 248,320 bf16 logits")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

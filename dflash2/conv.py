@@ -1,0 +1,239 @@
+"""The grouped dynamic convolution around a DFlash2 sublayer.
+
+    out[i, c] = sum_t (base[side, t, c] + delta[i, side, t, c // group]) * x[i - t, c]
+
+with x = 0 before the first row of each block of `block` rows, so that nothing crosses requests.
+Side 0 filters the sublayer's input. Side 1 filters its output and is fused with what always
+follows it: the residual add and the RMSNorm before the next sublayer. The two cannot share a
+kernel with the norm in front of side 0, because `delta` is a projection of that norm's output.
+All arithmetic is float32; bf16 is rounded to once, where a result is stored.
+"""
+
+from math import prod
+
+import torch
+
+from vllm.triton_utils import HAS_TRITON, tl, triton
+
+SIDE_0_COLUMNS = 1024  # columns of one program
+SIDE_0_WARPS = 4
+
+
+def conv_side0(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
+    """Filter a sublayer's normed input.
+
+    x [rows, hidden]; delta [rows, 2, taps, groups] or the projection's flat output
+    [rows, 2 * taps * groups]; base [2, taps, hidden]; row r is row r % block of its block.
+    Rows may have any stride. Returns [rows, hidden] in x's dtype. Raises ValueError for shapes
+    that do not belong together.
+    """
+    groups = _groups(x, delta, base, block)
+    if HAS_TRITON and x.is_cuda:
+        return launch_side0(x, delta, base, block, groups)
+    return _convolve(x, delta, base, block, groups, 0).to(x.dtype)
+
+
+def conv_side1_add_norm(
+    y: torch.Tensor,
+    delta: torch.Tensor,
+    base: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    block: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filter a sublayer's output, add the residual, apply the next RMSNorm.
+
+    y and residual [rows, hidden], norm_weight [hidden], delta and base as for `conv_side0`.
+    Returns (normed, residual), new tensors in y's dtype. As in vLLM's fused_add_rms_norm the
+    norm is of the float32 sum, the returned residual is that sum rounded.
+    """
+    groups = _groups(y, delta, base, block)
+    if residual.shape != y.shape or norm_weight.shape != y.shape[1:]:
+        raise ValueError(
+            f"conv_side1_add_norm: residual {tuple(residual.shape)} and norm_weight "
+            f"{tuple(norm_weight.shape)} do not fit y {tuple(y.shape)}"
+        )
+    if HAS_TRITON and y.is_cuda:
+        return launch_side1(y, delta, base, residual, norm_weight, eps, block, groups)
+    total = _convolve(y, delta, base, block, groups, 1) + residual.float()
+    scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    return (total * scale * norm_weight.float()).to(y.dtype), total.to(y.dtype)
+
+
+def _groups(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, block: int) -> int:
+    """Number of channel groups, from shapes that were checked against each other."""
+    hidden, taps = x.shape[1], base.shape[1]
+    width = prod(delta.shape[1:])
+    groups = width // (2 * taps)
+    fits = base.shape == (2, taps, hidden) and len(delta) == len(x) and block > 0
+    if not (fits and groups and width == 2 * taps * groups and hidden % groups == 0):
+        raise ValueError(
+            f"DFlash2 convolution: x {tuple(x.shape)}, delta {tuple(delta.shape)}, base "
+            f"{tuple(base.shape)} and block {block} do not fit; expected delta "
+            "[rows, 2, taps, groups] and base [2, taps, hidden] with groups dividing hidden"
+        )
+    return groups
+
+
+def _convolve(x, delta, base, block: int, groups: int, side: int) -> torch.Tensor:
+    """One side in PyTorch, float32 [rows, hidden], for devices without Triton."""
+    rows, hidden = x.shape
+    taps = base.shape[1]
+    delta = delta.reshape(rows, 2, taps, groups)[:, side].float()
+    position = torch.arange(rows, device=x.device)[:, None] % block
+    out = torch.zeros(rows, hidden, device=x.device)
+    for tap in range(taps):
+        kernel = base[side, tap].float() + delta[:, tap].repeat_interleave(hidden // groups, -1)
+        out += torch.where(position >= tap, kernel * x.float().roll(tap, 0), 0.0)
+    return out
+
+
+def launch_side0(x, delta, base, block, groups, columns=SIDE_0_COLUMNS, warps=SIDE_0_WARPS):
+    """`conv_side0` without the checks (the benchmark sweeps columns and warps)."""
+    rows, hidden = x.shape
+    x, delta, base = _unit_columns(x), _unit_columns(delta.flatten(1)), base.contiguous()
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    columns = min(columns, triton.next_power_of_2(hidden))
+    if rows == 0:
+        return out
+    _conv_kernel[(rows, triton.cdiv(hidden, columns))](
+        x,
+        x.stride(0),
+        delta,
+        delta.stride(0),
+        base,
+        out,
+        block,
+        HIDDEN=hidden,
+        GROUPS=groups,
+        TAPS=base.shape[1],
+        COLUMNS=columns,
+        num_warps=warps,
+    )
+    return out
+
+
+def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warps=None):
+    """`conv_side1_add_norm` without the checks (the benchmark sweeps warps)."""
+    rows, hidden = y.shape
+    y, delta, base = _unit_columns(y), _unit_columns(delta.flatten(1)), base.contiguous()
+    residual = _unit_columns(residual)
+    normed = torch.empty(rows, hidden, dtype=y.dtype, device=y.device)
+    total = torch.empty(rows, hidden, dtype=y.dtype, device=y.device)
+    columns = triton.next_power_of_2(hidden)
+    if rows == 0:
+        return normed, total
+    _conv_add_norm_kernel[(rows,)](
+        y,
+        y.stride(0),
+        delta,
+        delta.stride(0),
+        base,
+        residual,
+        residual.stride(0),
+        norm_weight,
+        normed,
+        total,
+        block,
+        eps,
+        HIDDEN=hidden,
+        GROUPS=groups,
+        TAPS=base.shape[1],
+        COLUMNS=columns,
+        num_warps=warps or side1_warps(columns),
+    )
+    return normed, total
+
+
+def side1_warps(columns: int) -> int:
+    """One program owns a row, so a row's loads in flight are what its warps can hold."""
+    return max(1, min(16, columns // 512))
+
+
+def _unit_columns(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr,
+    x_stride,
+    delta_ptr,
+    delta_stride,
+    base_ptr,
+    out_ptr,
+    block,
+    HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TAPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    out = _filter(x_ptr, x_stride, delta_ptr, delta_stride, base_ptr, row, column, block, 0, HIDDEN, GROUPS, TAPS)
+    tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=column < HIDDEN)
+
+
+@triton.jit
+def _conv_add_norm_kernel(
+    y_ptr,
+    y_stride,
+    delta_ptr,
+    delta_stride,
+    base_ptr,
+    residual_ptr,
+    residual_stride,
+    weight_ptr,
+    normed_ptr,
+    total_ptr,
+    block,
+    eps,
+    HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TAPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    inside = column < HIDDEN
+    residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    total = _filter(y_ptr, y_stride, delta_ptr, delta_stride, base_ptr, row, column, block, 1, HIDDEN, GROUPS, TAPS)
+    total += residual.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / HIDDEN + eps)
+    out = row.to(tl.int64) * HIDDEN + column
+    tl.store(total_ptr + out, total, mask=inside)
+    tl.store(normed_ptr + out, total * scale * weight, mask=inside)
+
+
+@triton.jit
+def _filter(
+    x_ptr,
+    x_stride,
+    delta_ptr,
+    delta_stride,
+    base_ptr,
+    row,
+    column,
+    block,
+    SIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """One side's float32 output at `row` and `column`; zero at columns beyond HIDDEN."""
+    inside = column < HIDDEN
+    group = column // (HIDDEN // GROUPS)
+    position = tl.zeros(column.shape, tl.int32) + row % block
+    x_ptr += row.to(tl.int64) * x_stride + column
+    delta_ptr += row.to(tl.int64) * delta_stride + SIDE * TAPS * GROUPS + group
+    base_ptr += SIDE * TAPS * HIDDEN + column
+    out = tl.zeros(column.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        reaches = inside & (tap <= position)
+        x = tl.load(x_ptr - tap * x_stride, mask=reaches, other=0.0).to(tl.float32)
+        kernel = tl.load(base_ptr + tap * HIDDEN, mask=reaches, other=0.0).to(tl.float32)
+        kernel += tl.load(delta_ptr + tap * GROUPS, mask=reaches, other=0.0).to(tl.float32)
+        out += kernel * x
+    return out

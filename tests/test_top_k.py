@@ -1,0 +1,198 @@
+"""dflash2/top_k.py against a stable sort: small rows through Triton's interpreter, big ones on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench._common import load_kernels  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Case(NamedTuple):
+    name: str
+    rows: int
+    vocab: int
+    k: int
+    dtype: torch.dtype = BF16
+    kind: str = "normal"
+    valid: int | None = None  # None: the whole width
+    stride: int = 0  # columns of storage after each row
+
+
+# Rows of a few chunks, cut small enough for the interpreter, which takes a millisecond an exchange.
+TINY_TILE = dict(chunk=64, group=8, fan=4, warps=1)
+SMALL = [
+    Case("several chunks", 3, 320, 4),
+    Case("float32", 2, 320, 4, FP32),
+    Case("float16", 1, 130, 3, torch.float16),
+    Case("k = 1", 2, 201, 1),
+    Case("k no power of two", 2, 201, 5),
+    Case("k of every column", 2, 16, 16),
+    Case("less than a group", 2, 7, 3),
+    Case("k beyond the groups", 1, 70, 16),
+    Case("ties", 2, 320, 6, kind="ties"),
+    Case("one value", 2, 201, 6, kind="equal"),
+    Case("NaN rows", 2, 201, 6, kind="nan"),
+    Case("NaN, inf, zeros of both signs", 3, 201, 8, FP32, kind="special"),
+    Case("columns beyond valid", 2, 320, 4, valid=203),
+    Case("strided rows", 2, 201, 4, stride=55),
+]
+BIG = [
+    *(Case(f"batch {b} of 7", 7 * b, 248320, 16) for b in (1, 8, 32, 128)),
+    *(Case(f"k = {k}", 56, 248320, k) for k in (1, 2, 4, 5, 8, 17, 32, 33, 64)),
+    *(Case(f"vocabulary {v}", 21, v, 16) for v in (320, 1025, 8192, 50257, 128256, 151936, 202048, 154880)),
+    *(Case(f"float32, k = {k}", 21, 151936, k, FP32) for k in (4, 16, 64)),
+    *(Case(f"{kind}, k = {k}", 14, 151936, k, kind=kind) for kind in ("ties", "equal", "nan", "special", "ascending") for k in (16, 64)),
+    Case("special float32", 14, 151936, 16, FP32, kind="special"),
+    Case("odd valid", 14, 248320, 16, valid=248077),
+    Case("odd everything", 14, 32001, 16, valid=31999, stride=7),
+    Case("aligned rows, odd width", 14, 32001, 16, stride=63),
+    Case("k of every column", 14, 64, 64),
+    Case("a million columns", 3, 1 << 20, 64),
+]
+
+
+def logits_of(case, device):
+    generator = torch.Generator(device).manual_seed(case.vocab * 100 + case.k)
+    width = case.vocab + case.stride
+    x = 4 * torch.randn(case.rows, width, generator=generator, device=device)
+    if case.kind == "ties":
+        x = (x / 4).round()
+    if case.kind == "equal":
+        x.fill_(-1.5)
+    if case.kind == "ascending":
+        x = x.sort(dim=1).values
+    if case.kind in ("nan", "special"):
+        draw = torch.rand(x.shape, generator=generator, device=device)
+        for value, share in (("nan", 0.4), ("-inf", 0.6), ("-0.0", 0.8)):
+            lower = {"nan": 0.0, "-inf": 0.4, "-0.0": 0.6}[value]
+            x = torch.where((draw >= lower) & (draw < share), float(value), x)
+        x = torch.where(draw > 0.9, 0.0, x.clamp(max=0.0)) if case.kind == "special" else x
+    if case.kind == "nan":
+        x[0] = float("nan")
+        x[-1, 1:] = float("nan")
+    x = x.to(case.dtype)
+    x[:, case.vocab :] = float("inf")  # storage after a row must never be chosen
+    if case.valid is not None:
+        x[:, case.valid :] = float("inf")
+    return x[:, : case.vocab]
+
+
+def expected(logits, k, valid):
+    """Values and ids by a stable sort of the float32 row: equal values stay in order of id."""
+    x = logits[:, :valid].float()
+    x = torch.where(x.isnan(), float("-inf"), x)
+    values, ids = x.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], ids[:, :k]
+
+
+def check(module, case, device, tile=None):
+    """What is wrong with the case: an empty list when values and ids are exactly as expected, twice."""
+    logits = logits_of(case, device)
+    valid = case.valid or case.vocab
+    tile = tile or module.choose_tile(case.k)
+    workspace = module.make_workspace(case.rows, case.vocab, case.k, case.dtype, logits.device, tile)
+    workspace.maxima.fill_(float("nan"))
+    wanted = expected(logits, case.k, valid)
+    wrong = []
+    for launch in ("first", "second"):  # the second finds out whether the first left the counters at zero
+        got = module.launch(logits, case.k, valid, tile, workspace)
+        for name, a, b in zip(("values", "ids"), got, wanted, strict=True):
+            if not torch.equal(a, b):
+                row = int((a != b).any(1).nonzero()[0])
+                wrong.append(f"{launch} launch: {name} of row {row}: {a[row].tolist()} instead of {b[row].tolist()}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """{name of case: what is wrong}, from one process that runs every small case without a GPU."""
+    # The variable has to be set before Triton is imported, which other tests may have done here.
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def module():
+    return load_kernels("top_k")
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_interpreted_kernel_is_exact(interpreted, case):
+    assert interpreted[case.name] == []
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_cpu_is_exact(module, case):
+    logits = logits_of(case, "cpu")
+    values, ids = module.top_k(logits, case.k, case.valid)
+    wanted = expected(logits, case.k, case.valid or case.vocab)
+    assert values.dtype == torch.float32 and ids.dtype == torch.int64
+    assert torch.equal(values, wanted[0]) and torch.equal(ids, wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL + BIG, ids=lambda case: case.name)
+def test_kernel_is_exact(module, case):
+    assert check(module, case, "cuda") == []
+
+
+@pytest.mark.gpu
+def test_graph_replays_see_new_logits(module):
+    case = Case("", 56, 151936, 16)
+    logits = logits_of(case, "cuda")
+    workspace = module.make_workspace(64, case.vocab, case.k, BF16, logits.device)
+    module.top_k(logits, case.k, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values, ids = module.top_k(logits, case.k, workspace=workspace)
+    for _ in range(20):
+        logits.copy_(torch.randn_like(logits, dtype=FP32))
+        values.fill_(float("nan")), ids.fill_(-1)
+        graph.replay()
+        wanted = expected(logits, case.k, case.vocab)
+        assert torch.equal(values, wanted[0]) and torch.equal(ids, wanted[1])
+
+
+@pytest.mark.parametrize(
+    ("k", "valid", "message"),
+    [
+        (0, None, "k = 0; it must be in 1 .. 64"),
+        (65, None, "k = 65; it must be in 1 .. 64"),
+        (6, 5, "k = 6; it must be in 1 .. 5"),
+        (1, 0, "valid = 0; it must be in 1 .. 100"),
+        (1, 101, "valid = 101; it must be in 1 .. 100"),
+    ],
+)
+def test_impossible_requests_name_the_number(module, k, valid, message):
+    with pytest.raises(ValueError, match=message):
+        module.top_k(torch.zeros(2, 100), k, valid)
+
+
+def test_a_small_workspace_is_an_error(module):
+    logits = torch.zeros(4, 100)
+    workspace = module.make_workspace(3, 100, 4, FP32, "cpu")
+    with pytest.raises(ValueError, match="workspace is for 3 rows"):
+        module.launch(logits, 4, 100, module.choose_tile(4), workspace)
+
+
+def test_no_rows(module):
+    values, ids = module.top_k(torch.zeros(0, 100), 4)
+    assert values.shape == ids.shape == (0, 4)
+
+
+if __name__ == "__main__":
+    loaded = load_kernels("top_k")
+    tile = loaded.Tile(**TINY_TILE)
+    print(json.dumps({case.name: check(loaded, case, "cpu", tile) for case in SMALL}))

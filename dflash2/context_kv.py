@@ -266,17 +266,24 @@ class ContextKVWriter:
         slots = self._per_layer(slot_mapping)
         return self.usable and all(s is not None for s in slots) and self._bind() is not None
 
+    def can_store(self, slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None) -> bool:
+        """Whether ``store`` serves these slots; where not, the caller writes layer by layer, or, where
+        nothing has slots (a dummy run), not at all."""
+        slots = [slot_mapping] if isinstance(slot_mapping, torch.Tensor) else slot_mapping or [None]
+        return self.usable and all(s is not None for s in slots) and self._bind() is not None
+
     def store(
         self,
         kv_flat: torch.Tensor,
         positions: torch.Tensor,
         slot_mapping: torch.Tensor | Sequence[torch.Tensor],
     ) -> None:
-        """Write K and V of every context token (see ``store_context_kv``), where ``can_store``.
+        """Write K and V of every context token, see ``store_context_kv``.
 
         ``slot_mapping`` is [n] for all layers, or one [n] tensor a layer (several KV groups).
         """
-        slots = self._per_layer(slot_mapping)
+        shared = isinstance(slot_mapping, torch.Tensor)
+        slots = [slot_mapping] * len(self.layers) if shared else slot_mapping
         store_context_kv(
             kv_flat,
             self.k_norm_weights,
@@ -285,12 +292,8 @@ class ContextKVWriter:
             self.cos_sin_cache,
             slots[0],
             self._slot_offsets(slots),
-            self._caches,
+            self._bind(),
         )
-
-    def _per_layer(self, slot_mapping) -> list[torch.Tensor | None]:
-        one = slot_mapping is None or isinstance(slot_mapping, torch.Tensor)
-        return [slot_mapping] * len(self.layers) if one else list(slot_mapping)
 
     def _bind(self) -> PagedCaches | None:
         # vLLM binds throwaway caches while it measures CUDA-graph memory: look at the addresses

@@ -256,9 +256,7 @@ def writer(module, layers, head_dim=64, **options):
     return module.ContextKVWriter(layers, weights, EPS, torch.zeros(8, 64), head_dim, **options)
 
 
-def fails_to_store(writer):
-    slots = torch.zeros(1, dtype=torch.int64)
-    return writer.can_store(slots) is False
+SLOTS = torch.zeros(1, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
@@ -266,19 +264,20 @@ def test_unsupported_caches_are_left_to_the_caller(module, name):
     layers = FALLBACKS[name]
     head_dim = 72 if name == "addresses off 16 bytes" else 64
     instance = module.ContextKVWriter(layers, torch.ones(2, head_dim), EPS, torch.zeros(8, head_dim), head_dim)
-    assert instance._bind() is None and fails_to_store(instance)
-    assert all(bool((layer.kv_cache == 0).all()) for layer in layers)
+    assert not instance.can_store(SLOTS)
 
 
 @pytest.mark.parametrize("options", [{"is_neox": False}, {"head_dim": 128}])
 def test_unsupported_rotary_embeddings_are_left_to_the_caller(module, options):
-    assert fails_to_store(writer(module, [FakeLayer(pages()), FakeLayer(pages())], **options))
+    layers = [FakeLayer(pages(width=2 * options.get("head_dim", 64))) for _ in range(2)]
+    assert not writer(module, layers, **options).can_store(SLOTS)
 
 
-def test_a_layer_without_slots_is_left_to_the_caller(module):
-    instance = writer(module, [FakeLayer(pages()), FakeLayer(pages())])
-    slots = torch.zeros(1, dtype=torch.int64)
-    assert instance.can_store([slots, None]) is False
+@pytest.mark.parametrize(
+    "slots, served", [(SLOTS, True), ([SLOTS, SLOTS], True), ([SLOTS, None], False), (None, False)]
+)
+def test_slots_that_are_missing_are_left_to_the_caller(module, slots, served):
+    assert writer(module, [FakeLayer(pages()), FakeLayer(pages())]).can_store(slots) is served
 
 
 def test_the_table_follows_the_caches_and_is_not_rebuilt_for_nothing(module):
@@ -301,6 +300,26 @@ def test_rows_of_one_buffer_become_offsets_made_once(module):
     assert instance._slot_offsets([rows[0, :7], rows[1, :7]]) is offsets
 
 
+def check_writer(module):
+    """Stores through the writer, one slot tensor a layer, and directly; whether the same bytes result."""
+    case = Case("", layers=3, groups=2)
+    kv_flat, weights, cos_sin, positions, slots, scales, blocks = inputs(case, "cpu")
+    direct, through = ([empty_pages(case, blocks, "cpu") for _ in range(case.layers)] for _ in range(2))
+    views = [view.transpose(1, 2).split(case.head_dim, dim=-1) for _, view in direct]
+    caches = module.page_table([k for k, _ in views], [v for _, v in views], scales[:3], scales[3:], case.page)
+    offsets = torch.tensor([0, slots.stride(0), 0])
+    module.store_context_kv(kv_flat, weights, EPS, positions, cos_sin, slots, offsets, caches)
+    layers = [FakeLayer(view) for _, view in through]
+    instance = module.ContextKVWriter(layers, weights, EPS, cos_sin, case.head_dim)
+    instance.store(kv_flat, positions, [slots[0], slots[1], slots[0]])
+    return all(torch.equal(a, b) for (a, _), (b, _) in zip(direct, through, strict=True))
+
+
+def test_the_writer_stores_what_the_kernel_stores(interpreted):
+    assert interpreted["writer"] is True
+
+
 if __name__ == "__main__":
     loaded = load()
-    print(json.dumps({case.name: check(loaded, case, "cpu") for case in SMALL}))
+    results = {case.name: check(loaded, case, "cpu") for case in SMALL}
+    print(json.dumps({**results, "writer": check_writer(loaded)}))

@@ -31,11 +31,15 @@ EDITED = "edited by someone else"
 
 
 class Problem(Exception):
-    """Something a user can cause: the message says what it is and what to do."""
+    """Something a user can cause: the message says what it is and what to do.
 
-    def __init__(self, message: str, exit_code: int = 3):
+    verdict  of the tree (PARTIAL or DRIFT), None where the environment or our own data is at fault
+    """
+
+    def __init__(self, message: str, verdict: str | None = None):
         super().__init__(message)
-        self.exit_code = exit_code
+        self.verdict = verdict
+        self.exit_code = EXIT_CODES[verdict] if verdict else 3
 
 
 # What a patch is.
@@ -103,6 +107,10 @@ class PatchSet:
     files: dict[str, bytes]
     folders: dict[str, tuple[str, ...]]
     digest: str
+
+    def hunks(self, file: str | None = None) -> list[Hunk]:
+        """All hunks, or those of one file."""
+        return [hunk for patch in self.patches for hunk in patch.hunks if file in (None, hunk.file)]
 
 
 @dataclass(frozen=True)
@@ -393,7 +401,7 @@ def outline(text: str) -> dict[str, list[Span]]:
     try:
         module = libcst.parse_module(text.removeprefix("\ufeff").removesuffix("\n") + "\n")
     except libcst.ParserSyntaxError as error:
-        raise Problem(f"not Python (line {error.raw_line})", 2) from None
+        raise Problem(f"not Python (line {error.raw_line})", "DRIFT") from None
     state = Marks(default_indent=module.default_indent, default_newline=module.default_newline)
     module._codegen(state)
     lines = [0, *accumulate(token.count("\n") for token in state.tokens)]
@@ -652,7 +660,7 @@ def read_record(read: Read) -> Record | None:
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"it names {path}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Problem(f"{RECORD} is damaged ({error}): reinstall vLLM, then apply again", 2) from None
+        raise Problem(f"{RECORD} is damaged ({error}): reinstall vLLM, then apply again", "PARTIAL") from None
     return record
 
 
@@ -668,7 +676,7 @@ def original(read: Read, record: Record, path: str) -> bytes | None:
         return None
     data = read(kept(path))
     if data is None or sha256(data) != before:
-        raise Problem(f"{kept(path)} is missing or damaged, so {path} cannot be restored: reinstall vLLM", 2)
+        raise Problem(f"{kept(path)} is missing or damaged, so {path} cannot be restored: reinstall vLLM", "PARTIAL")
     return data
 
 
@@ -690,10 +698,16 @@ def survey(read: Read, version: str, patch_set: PatchSet) -> Report:
 
     read     path below site-packages -> bytes, None where there is no such file; what it raises passes through
     version  of the vLLM in the tree, "0.27.1" or "0.27.1+rocm"
-    Raises Problem if the tree's record is damaged or our patches overlap in it.
+    Raises Problem if the tree's record is damaged or of another vLLM, or if our patches overlap in the tree.
     """
     read = _once(read)
     record = read_record(read)
+    if record and record.version.split("+")[0] != version.split("+")[0]:
+        raise Problem(
+            f"this tree was vLLM {record.version} when it was patched and is {version} now, without having been "
+            "uninstalled in between: remove it whole and install it again",
+            "PARTIAL",
+        )
     if record and record.digest != patch_set.digest:
         return _survey_outdated(read, version, patch_set, record)
     rows, ships = _judge(read, patch_set, record)
@@ -764,7 +778,7 @@ def _judge(read: Read, patch_set: PatchSet, record: Record | None) -> tuple[list
         elif not patch.hunks:
             rows.append(_row(patch, installed, patch.why))
         else:
-            rows.append(_patch_row(read, patch, record if patch.name in applied else None))
+            rows.append(_patch_row(read, patch_set, patch, record if patch.name in applied else None))
     return rows + folders, False
 
 
@@ -780,14 +794,13 @@ def _has(read: Read, sign: Sign) -> bool:
 
 def _mostly_ours(read: Read, patch_set: PatchSet) -> bool:
     """Without a record: a line or two may be the same upstream, most of our text is not."""
-    hunks = [hunk for patch in patch_set.patches for hunk in patch.hunks]
+    hunks = patch_set.hunks()
     found = [hunk for hunk in hunks if hits(_text(read, hunk.file) or "", hunk.new)]
     return len(found) * 2 > len(hunks)
 
 
 def _without_ours(read: Read, patch_set: PatchSet, record: Record | None) -> Read:
     """The tree as it was before us: kept originals, or our text taken out where there is no record."""
-    hunks = [hunk for patch in patch_set.patches for hunk in patch.hunks]
 
     def before(path: str) -> bytes | None:
         if record and path in record.files:
@@ -795,10 +808,12 @@ def _without_ours(read: Read, patch_set: PatchSet, record: Record | None) -> Rea
         text = _text(read, path)
         if text is None or path in patch_set.files:
             return None
-        for hunk in hunks:
-            if hunk.file == path and len(hits(text, hunk.new)) == 1:
-                text = text.replace(hunk.new, hunk.old)
-        return text.encode()
+        data = text.encode()
+        # The longest first: one hunk's text may hold another's.
+        for hunk in sorted(patch_set.hunks(path), key=lambda hunk: -len(hunk.new)):
+            if len(found := hits(data.decode(), hunk.new)) == 1:
+                data = edit(data, [(found[0], replace(hunk, old=hunk.new, new=hunk.old))])
+        return data
 
     return _once(before)
 
@@ -842,14 +857,15 @@ def _file_finding(data: bytes | None, wanted: bytes, path: str, record: Record |
     return "PARTIAL", f"{path}: {EDITED}" if record else f"{path}: a file that is not ours is in the way"
 
 
-def _patch_row(read: Read, patch: Patch, record: Record | None) -> Row:
+def _patch_row(read: Read, patch_set: PatchSet, patch: Patch, record: Record | None) -> Row:
     """`record` says that the patch was applied, None that it was not or that nobody knows."""
     files = {hunk.file for hunk in patch.hunks}
     if record and all(_hash(read(path)) == record.files[path][1] for path in files):
         return _row(patch, "NOOP", patch.why)
     findings = []
     for number, hunk in enumerate(patch.hunks, 1):
-        state, detail = judge(_text(read, hunk.file), hunk, record is not None)
+        text, beside = _text(read, hunk.file), patch_set.hunks(hunk.file)
+        state, detail = judge(text, hunk, beside, record is not None)
         where = f"{hunk.file}: hunk {number} of {patch.name}, in {hunk.scope or 'the top level'}: "
         findings.append((state, where + detail))
     state, detail = _together(findings)
@@ -869,20 +885,25 @@ def _together(findings: list[tuple[str, str]]) -> tuple[str, str]:
     return worst, "" if worst in ("APPLY", "NOOP") else "\n".join(details)
 
 
-def judge(text: str | None, hunk: Hunk, applied: bool = False) -> tuple[str, str]:
+def judge(text: str | None, hunk: Hunk, beside: Iterable[Hunk] = (), applied: bool = False) -> tuple[str, str]:
     """(NOOP, APPLY, PARTIAL or DRIFT, why) of one hunk in a file's text, which is None where there is no text.
 
+    beside   the hunks of the same file; their new text may hold what this one looks for
     applied  the record says that the new text was put there
     """
+    lost = "PARTIAL" if applied else "DRIFT"
     if text is None:
-        return "PARTIAL" if applied else "DRIFT", "the file is missing or not UTF-8"
+        return lost, "the file is missing or not UTF-8"
     try:
-        old, new = _old_and_new(text, hunk)
-    except (Problem, KeyError, ValueError) as error:
-        detail = str(error) if isinstance(error, Problem) else _scope_count(text, hunk.scope)
-        return "PARTIAL" if applied else "DRIFT", detail + ("" if isinstance(error, Problem) else nearest(text, hunk))
+        if hunk.scope and len(outline(text).get(hunk.scope, ())) != 1:
+            return lost, _scope_count(text, hunk.scope) + nearest(text, hunk)
+        old, new = _old_and_new(text, hunk, beside)
+    except Problem as error:
+        return lost, str(error)
     if len(new) == 1 and not old:
         return "NOOP", "the new text is there"
+    if applied and len(old) == 1 and not new:
+        return "PARTIAL", "the original text is back"
     if applied:
         return "PARTIAL", EDITED + nearest(text, hunk, applied=True)
     if len(old) == 1 and not new:
@@ -896,16 +917,24 @@ def judge(text: str | None, hunk: Hunk, applied: bool = False) -> tuple[str, str
     return "DRIFT", "the text to replace is not there" + nearest(text, hunk)
 
 
-def _old_and_new(text: str, hunk: Hunk) -> tuple[list[int], list[int]]:
-    """Where the old and the new text are, each without the places where it is only a part of the other."""
-    if hunk.scope and len(outline(text)[hunk.scope]) != 1:
-        raise ValueError
-    old, new = places(text, hunk.scope, hunk.old), places(text, hunk.scope, hunk.new)
-    old_lines, new_lines = hunk.old.count("\n"), hunk.new.count("\n")
-    free_old = [at for at in old if not any(n <= at and at + old_lines <= n + new_lines for n in new)]
-    if old_lines < new_lines:
-        return free_old, new
-    return old, [at for at in new if not any(o <= at and at + new_lines <= o + old_lines for o in old)]
+def _old_and_new(text: str, hunk: Hunk, beside: Iterable[Hunk]) -> tuple[list[int], list[int]]:
+    """Where the old and the new text are, each without the places where it is only a part of longer text of ours."""
+    old = [(at, hunk.old) for at in places(text, hunk.scope, hunk.old)]
+    new = [(at, hunk.new) for at in places(text, hunk.scope, hunk.new)]
+    longer = {other.new for other in beside if hits(other.new, hunk.old) or hits(other.new, hunk.new)}
+    longer |= {hunk.old, hunk.new}
+    covers = [(at, lines) for lines in longer for at in hits(text, lines)]
+
+    def free(found: list[tuple[int, str]]) -> list[int]:
+        return [at for at, lines in found if not any(_within((at, lines), cover) for cover in covers)]
+
+    return free(old), free(new)
+
+
+def _within(inner: tuple[int, str], outer: tuple[int, str]) -> bool:
+    (at, lines), (start, around) = inner, outer
+    size, room = lines.count("\n"), around.count("\n")
+    return size < room and start <= at and at + size <= start + room
 
 
 def _scope_count(text: str, scope: str) -> str:
@@ -1006,7 +1035,7 @@ def broken_promises(read: Read, before: Read, patch_set: PatchSet, names: Iterab
     names = set(names)
     faults = {}
     for patch in patch_set.patches:
-        if patch.name in names and (fault := _patch_promise(read, before, patch)):
+        if patch.name in names and (fault := _patch_promise(read, before, patch_set, patch)):
             faults[patch.name] = fault
     for folder, paths in patch_set.folders.items():
         if folder in names and (fault := _folder_promise(read, patch_set, paths)):
@@ -1014,7 +1043,7 @@ def broken_promises(read: Read, before: Read, patch_set: PatchSet, names: Iterab
     return faults
 
 
-def _patch_promise(read: Read, before: Read, patch: Patch) -> str | None:
+def _patch_promise(read: Read, before: Read, patch_set: PatchSet, patch: Patch) -> str | None:
     for path in dict.fromkeys(hunk.file for hunk in patch.hunks):
         text = _text(read, path)
         if text is None or (error := _syntax_error(text)):
@@ -1025,7 +1054,7 @@ def _patch_promise(read: Read, before: Read, patch: Patch) -> str | None:
         if lacking:
             return f"{path}: this vLLM has no: {', '.join(lacking)}"
     for number, hunk in enumerate(patch.hunks, 1):
-        state, detail = judge(_text(read, hunk.file), hunk)
+        state, detail = judge(_text(read, hunk.file), hunk, patch_set.hunks(hunk.file))
         if state != "NOOP":
             return f"{hunk.file}: hunk {number} of {patch.name} is not recognised once applied: {detail}"
     return _definition_fault(read, patch)

@@ -65,7 +65,9 @@ def _importable() -> Path:
 
 
 def _version_and_wheel(root: Path) -> tuple[str, str | None]:
-    owners = [folder for folder in sorted(root.glob("*.dist-info")) if _owns_vllm(folder)]
+    folders = sorted(root.glob("*.dist-info"))
+    named = [folder for folder in folders if folder.name.lower().startswith("vllm")]
+    owners = [*filter(_owns_vllm, named)] or [*filter(_owns_vllm, folders)]
     versions = {_metadata_version(folder / "METADATA"): folder for folder in owners}
     own = _version_file(root / "vllm" / "_version.py")
     if len(versions) > 1:
@@ -291,10 +293,12 @@ def _wheel_line(path: str, data: bytes) -> bytes:
 def wheel_with(wheel: bytes, files: Mapping[str, bytes]) -> bytes:
     """A RECORD with these files' hashes and sizes; all other lines keep their bytes."""
     end = b"\r\n" if b"\r\n" in wheel else b"\n"
-    lines = wheel.splitlines()
-    there = {_wheel_path(line) for line in lines}
-    lines = [_wheel_line(path, files[path]) if (path := _wheel_path(line)) in files else line for line in lines]
-    lines += [_wheel_line(path, data) for path, data in sorted(files.items()) if path not in there]
+    left = dict(files)
+    lines = []
+    for line in wheel.splitlines():
+        path = _wheel_path(line)
+        lines.append(_wheel_line(path, left.pop(path)) if path in left else line)
+    lines += [_wheel_line(path, data) for path, data in sorted(left.items())]
     return end.join(lines) + end
 
 
@@ -302,12 +306,15 @@ def wheel_without(wheel: bytes, before: bytes, paths: Iterable[str]) -> bytes:
     """A RECORD in which the lines of these paths are as they were before, and all others as they are now."""
     lines = {_wheel_path(line): line for line in before.splitlines()}
     ours = set(paths)
-    now = [(_wheel_path(line), line) for line in wheel.splitlines()]
-    restored = [lines[path] if path in ours else line for path, line in now if path not in ours or path in lines]
-    if restored == before.splitlines():
-        return before
+    restored = []
+    for line in wheel.splitlines():
+        path = _wheel_path(line)
+        if path not in ours:
+            restored.append(line)
+        elif path in lines:
+            restored.append(lines[path])
     end = b"\r\n" if b"\r\n" in wheel else b"\n"
-    return end.join(restored) + end
+    return before if restored == before.splitlines() else end.join(restored) + end
 
 
 # What a user asks for.
@@ -328,7 +335,7 @@ def apply(site: Site, report: Report, patch_set: PatchSet) -> Report:
         _write_all(journal, site, report, patch_set)
         after, fault = outcome_fault(reader(site.root), report, patch_set)
         if fault:
-            raise Problem(fault, 2)
+            raise Problem(fault, "DRIFT")
     return after
 
 
@@ -372,14 +379,14 @@ def revert(site: Site, force: bool) -> int:
     lost = edited(read, record)
     if lost and not force:
         names = ", ".join(lost)
-        raise Problem(f"edited by someone else: {names}. --revert --force discards those edits. Nothing is written", 2)
+        raise Problem(f"edited by someone else: {names}. --revert --force discards those edits. Nothing is written", "PARTIAL")
     with _all_or_nothing(site.root) as journal:
         check_writable(site.root, _touched(record))
         _put_back(journal, read, record)
         now = reader(site.root)
         wrong = [path for path, (before, _) in record.files.items() if _digest(now(path)) != before]
         if wrong:
-            raise Problem(f"not restored: {', '.join(wrong)}", 2)
+            raise Problem(f"not restored: {', '.join(wrong)}", "PARTIAL")
     return len(record.files)
 
 
@@ -425,6 +432,6 @@ def _all_or_nothing(root: Path) -> Iterator[Journal]:
             raise Problem(f"{error}. Putting everything back failed too ({'; '.join(failed)}): run --revert") from error
         if isinstance(error, OSError):
             raise Problem(f"{error.filename}: {error.strerror}. Everything was put back") from error
-        if isinstance(error, Problem) and error.exit_code == 2:
-            raise Problem(f"{error}. Everything was put back", 2) from error
+        if isinstance(error, Problem) and error.verdict:
+            raise Problem(f"{error}. Everything was put back", error.verdict) from error
         raise

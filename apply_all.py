@@ -6,6 +6,7 @@ Exit status: 0 the tree is as wanted, 1 --check: it would be changed, 2 drift or
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -50,11 +51,7 @@ def own_patches() -> PatchSet:
     """The patches and files of this copy of the tool."""
     import patches
 
-    def source(path: str) -> bytes | None:
-        place = HERE / path
-        return place.read_bytes() if place.is_file() else None
-
-    return _patchlib.load(patches.PATCHES, patches.INSTALLED, source)
+    return _patchlib.load(patches.PATCHES, patches.INSTALLED, _tree.reader(HERE))
 
 
 def run(given: argparse.Namespace) -> Report:
@@ -85,8 +82,8 @@ def _revert(site: _tree.Site, report: Report, patch_set: PatchSet, force: bool) 
         after = _patchlib.survey(_tree.reader(site.root), site.version, patch_set)
         message = f"Reverted vLLM {site.version} in {site.root}: {count} files are as they were before this tool."
         return replace(after, exit_code=0, message=message)
-    if report.verdict in ("NOOP", "PARTIAL"):
-        raise Problem(f"nothing in {site.root} records what was there before: reinstall vLLM to be rid of the patches", 2)
+    if any(row.state in ("NOOP", "PARTIAL") for row in report.patches):
+        raise Problem(f"{site.root} holds text of ours but no record of what was there before: reinstall vLLM", "PARTIAL")
     return replace(report, exit_code=0, message=f"Nothing to revert in {site.root}.")
 
 
@@ -112,20 +109,31 @@ def main(arguments: list[str] | None = None) -> int:
 
             return _drift.main(given.drift, tree=given.tree, git=given.git, as_json=given.json)
         report = run(given)
-    except (Problem, OSError) as error:
-        code = getattr(error, "exit_code", 3)
         if given.json:
-            print(json.dumps({"verdict": None, "exit_code": code, "version": None, "message": str(error), "patches": []}))
-        print(f"apply_all.py: {error}", file=sys.stderr)
-        return code
+            print(json.dumps(report.as_json(), indent=1))
+        else:
+            show(report)
+        sys.stdout.flush()
+        return report.exit_code
+    except BrokenPipeError:
+        # Whoever reads our output has seen enough; the interpreter must not try again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 3
+    except (Problem, OSError) as error:
+        return complain(error, given.json)
     except KeyboardInterrupt:
         print("apply_all.py: interrupted", file=sys.stderr)
         return 130
-    if given.json:
-        print(json.dumps(report.as_json(), indent=1))
-    else:
-        show(report)
-    return report.exit_code
+
+
+def complain(error: Problem | OSError, as_json: bool) -> int:
+    problem = error if isinstance(error, Problem) else Problem(str(error))
+    code = problem.exit_code
+    if as_json:
+        found = {"verdict": problem.verdict, "exit_code": code, "version": None, "message": str(problem), "patches": []}
+        print(json.dumps(found, indent=1))
+    print(f"apply_all.py: {problem}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -47,8 +47,10 @@ def claim_a_driver():
 
 @triton.jit
 def log1p(x):
-    """The interpreter has no libdevice. Near enough: the noise it is used for is of order one."""
-    return tl.log(1.0 + x)
+    """The interpreter has no libdevice. Kahan's form: accurate where 1 + x rounds, too."""
+    y = 1.0 + x
+    tiny = y == 1.0
+    return tl.where(tiny, x, tl.log(y) * (x / tl.where(tiny, 1.0, y - 1.0)))
 
 
 def with_bool_mask(access, mask_at):

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import _tree
 from _patchlib import PatchSet, Problem, Read, Report, load, survey
 from patches import INSTALLED, PATCHES
 
@@ -25,23 +26,11 @@ CONNECTIONS = 8
 TIMEOUT_S = 60
 
 
-def folder_reader(folder: Path) -> Read:
-    def read(path: str) -> bytes | None:
-        try:
-            return (folder / path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise Problem(f"{folder / path} cannot be read: {error.strerror}") from None
-
-    return read
-
-
 def tree_reader(tree: Path) -> Read:
     """Read a source checkout or an unpacked site-packages folder."""
     if not (tree / "vllm" / "__init__.py").is_file():
         raise Problem(f"{tree} holds no vllm/__init__.py; --tree takes the folder that contains vllm/")
-    return folder_reader(tree)
+    return _tree.reader(tree)
 
 
 def _git(clone: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess:
@@ -195,16 +184,16 @@ class Index:
         place = urlsplit(url)
         trusted = place.hostname in self._trusted or place.netloc.rpartition("@")[2] in self._trusted
         session.verify = not trusted and (self._cert or True)
-        logins = (urlsplit(known) for known in (url, *self._indexes))
-        session.auth = next(
-            (
-                (unquote(known.username), unquote(known.password or ""))
-                for known in logins
-                if known.username and known.hostname == place.hostname
-            ),
-            None,
-        )
+        session.auth = _login(url, self._indexes)
         return session
+
+
+def _login(url: str, indexes: list[str]) -> tuple[str, str] | None:
+    """The login in the URL, or in that of an index on the same host, as pip reuses it."""
+    for known in map(urlsplit, (url, *indexes)):
+        if known.username and known.hostname == urlsplit(url).hostname:
+            return unquote(known.username), unquote(known.password or "")
+    return None
 
 
 def _without_login(url: str) -> str:
@@ -259,9 +248,8 @@ def _wheel_of(index: Index, version: str):
         yield wheel_reader(wheel)
 
 
-def _how_to_read(versions: list[str], tree: str | None, git: str | None):
-    if tree and git:
-        raise Problem("--tree and --git exclude each other")
+def how_to_read(versions: list[str], tree: str | None, git: str | None):
+    """For `survey_all`: version -> context manager that gives its Read."""
     if tree and len(versions) > 1:
         raise Problem(f"--tree holds one version, {len(versions)} are named: {', '.join(versions)}")
     if tree:
@@ -271,21 +259,23 @@ def _how_to_read(versions: list[str], tree: str | None, git: str | None):
     return partial(_wheel_of, Index(_ask_pip()))
 
 
+def own_patches() -> PatchSet:
+    return load(PATCHES, INSTALLED, _tree.reader(Path(__file__).resolve().parent))
+
+
 def main(versions: list[str], tree: str | None = None, git: str | None = None, as_json: bool = False) -> int:
     """Print what each version is to us, and return the exit code. Raises Problem if our own patches are at fault."""
     versions = list(dict.fromkeys(version.removeprefix("v") for version in versions))
-    patch_set = load(PATCHES, INSTALLED, folder_reader(Path(__file__).resolve().parent))
+    patch_set = own_patches()
     try:
-        results = survey_all(_how_to_read(versions, tree, git), versions, patch_set)
+        results = survey_all(how_to_read(versions, tree, git), versions, patch_set)
     except ImportError as error:
         message = f"--drift needs {error.name}; run: {sys.executable} -m pip install -r requirements-drift.txt"
         results = dict.fromkeys(versions, message)
     except Problem as problem:
         results = dict.fromkeys(versions, str(problem))
     print(json.dumps(as_object(results), indent=2) if as_json else "\n".join(lines(results, patch_set)))
-    for message in dict.fromkeys(result for result in results.values() if isinstance(result, str)):
-        unread = [version for version, result in results.items() if result == message]
-        print(f"{', '.join(unread)}: {message}", file=sys.stderr)
+    print("".join(f"{line}\n" for line in faults(results)), end="", file=sys.stderr)
     return exit_code(results)
 
 
@@ -331,9 +321,23 @@ def lines(results: dict[str, Report | str], patch_set: PatchSet) -> list[str]:
     """The matrix, what an upgrade to each release that ships DFlash2 costs, what is wrong, one sentence."""
     reports = [result for result in results.values() if isinstance(result, Report)]
     upgrades = [upgrade_report(report, patch_set) for report in reports if report.verdict == "SHIPPED"]
-    faults = [report.message for report in reports if report.verdict in ("DRIFT", "PARTIAL", "OUTDATED")]
-    parts = [matrix(results), upgrades, faults, [sentence(results)]]
+    verdicts = [report.message for report in reports if report.verdict in ("DRIFT", "PARTIAL", "OUTDATED")]
+    parts = [matrix(results), upgrades, verdicts, [sentence(results)]]
     return [line for part in parts if part for line in (*part, "")][:-1]
+
+
+def faults(results: dict[str, Report | str]) -> list[str]:
+    """What drifted and why versions could not be read, a line for each reason; the diffs are in the JSON."""
+    found: dict[str, list[str]] = {}
+    for version, result in results.items():
+        if isinstance(result, str):
+            found.setdefault(result, []).append(version)
+            continue
+        for row in result.patches:
+            if row.state in ("DRIFT", "PARTIAL"):
+                reason = row.detail.splitlines()[0]
+                found.setdefault(reason, []).append(f"{version} {row.name} {row.state}")
+    return [f"{', '.join(subjects)}: {reason}" for reason, subjects in found.items()]
 
 
 def matrix(results: dict[str, Report | str]) -> list[str]:

@@ -12,7 +12,7 @@ from environment import CPU, TESTS, TOOL, ensure  # noqa: E402
 
 
 def main(arguments):
-    python = ensure(REPO / ".venv", (CPU, TOOL, TESTS))
+    python = ensure(REPO / ".venv", (CPU, TOOL, "requirements-drift.txt", TESTS))
     # One thread: the tensors are tiny, and more threads than cores only fight each other.
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     # A later -m of the caller's replaces this one.

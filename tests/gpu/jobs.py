@@ -33,6 +33,7 @@ class Job(NamedTuple):
 
 CHUNKED = {"max_num_batched_tokens": 72, "max_num_seqs": 8}
 CACHING = {"enable_prefix_caching": True}
+FP8 = {"kv_cache_dtype": "fp8"}
 # In the order they start. The first runs alone until its latencies are known; the others share the card.
 JOBS = [
     Job("graphs-serve", "tiny", "probabilistic", True, ("latency", "prefix", "abort", "soak"), CACHING),
@@ -47,6 +48,10 @@ JOBS = [
     Job("eager-greedy", "tiny", "greedy", False, ("text", "sampled")),
     Job("eager-chunked", "tiny", "probabilistic", False, ("text",), CHUNKED),
     Job("hybrid-graphs-plain", "hybrid", None, True, ("hybrid",)),
+    Job("eager-beam", "beam", "greedy", False, ("text",)),
+    Job("graphs-beam", "beam", "greedy", True, ("text",)),
+    Job("graphs-fp8", "tiny", "greedy", True, ("text",), FP8),
+    Job("graphs-beam-fp8", "beam", "greedy", True, ("text",), FP8),
 ]
 
 
@@ -78,8 +83,10 @@ def engine_options(job: Job, arguments) -> dict:
     if torch.cuda.is_available():
         # Several engines share the card: a fixed cache, and no measuring of what the others leave.
         options |= {"gpu_memory_utilization": 0.04, "kv_cache_memory_bytes": 2 * GIB}
-    if job.target == "tiny":
+    if job.target in ("tiny", "beam"):
         target, draft = (Path(arguments.tiny) / name for name in ("target", "draft"))
+        if job.target == "beam":
+            draft = beam_drafter(draft, Path(arguments.scratch) / f"{job.name}-draft")
     else:
         target, draft = hybrid.write_pair(Path(arguments.scratch) / f"{job.name}-pair")
         options |= {"load_format": "dummy", "max_model_len": hybrid.MAX_MODEL_LEN, "max_num_seqs": 16}
@@ -95,6 +102,15 @@ def engine_options(job: Job, arguments) -> dict:
             "draft_sample_method": job.drafter,
         }
     return options | job.options
+
+
+def beam_drafter(draft: Path, folder: Path) -> Path:
+    """``folder``, with the same checkpoint under Beam's architecture string."""
+    folder.mkdir()
+    config = json.loads((draft / "config.json").read_text()) | {"architectures": ["DFlash2BeamDraftModel"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to((draft / "model.safetensors").resolve())
+    return folder
 
 
 def start(job: Job, arguments):
@@ -150,7 +166,18 @@ def is_plain(llm) -> bool:
 def text(run: Run) -> dict:
     before = counters(run.llm)
     texts = greedy(run.llm, run.prompts, run.arguments.tokens, is_plain(run.llm))
-    return {"texts": texts, **acceptance(before, counters(run.llm))}
+    return {"texts": texts, **acceptance(before, counters(run.llm)), **draft_graphs(run.llm)}
+
+
+def draft_graphs(llm) -> dict:
+    """How many full CUDA graphs the speculator has captured."""
+    if is_plain(llm):
+        return {}
+    return {"draft_graphs": llm.collective_rpc(count_draft_graphs)[0]}
+
+
+def count_draft_graphs(worker) -> int:
+    return len(worker.model_runner.speculator.query_cudagraph_manager.graphs)
 
 
 def sampled(run: Run) -> dict:

@@ -193,6 +193,18 @@ def hybrid_rows(name: str, plain: dict, facts: dict) -> list[Row]:
     return rows
 
 
+def beam_rows(label: str, qwen3: dict, beam: dict, graphs: bool) -> list[Row]:
+    """The same checkpoint under Beam's architecture string, against the Qwen3 class in an engine like it."""
+    one, other = qwen3["text"], beam["text"]
+    off = other["acceptance"] / one["acceptance"] - 1
+    captured, wanted = other["draft_graphs"], one["draft_graphs"]
+    return [
+        text_row(f"{label}: greedy text as the Qwen3 class's", one, other["texts"], False),
+        Row(f"{label}: acceptance", f"{other['acceptance']:.4f} tokens a step, {off:+.2%} of the Qwen3 class's", abs(off) <= 0.01),
+        Row(f"{label}: full draft graphs", f"{captured}, the Qwen3 class has {wanted}", captured == wanted and (captured > 0) == graphs),
+    ]
+
+
 def graphs_or_eager(name: str) -> str:
     return "CUDA graphs" if name.startswith("graphs") else "eager"
 
@@ -245,6 +257,18 @@ def checks() -> list[tuple[str, tuple[str, ...], Callable[..., list[Row]]]]:
                 name,
                 (f"hybrid-{mode}-plain", f"hybrid-{mode}"),
                 lambda plain, own, name=name: hybrid_rows(name, plain, own),
+            )
+        )
+    for label, qwen3, beam in (
+        ("Beam, eager", "eager-greedy", "eager-beam"),
+        ("Beam, CUDA graphs", "graphs-greedy", "graphs-beam"),
+        ("Beam, CUDA graphs, fp8 KV cache", "graphs-fp8", "graphs-beam-fp8"),
+    ):
+        table.append(
+            (
+                label,
+                (qwen3, beam),
+                lambda one, other, label=label, graphs=beam.startswith("graphs"): beam_rows(label, one, other, graphs),
             )
         )
     return table

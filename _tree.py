@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from _patchlib import (
-    HOME,
     RECORD,
     PatchSet,
     Problem,
@@ -31,8 +30,8 @@ from _patchlib import (
     original,
     outcome_fault,
     read_record,
-    sha256,
 )
+from _patchtext import sha256
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""A DFlash2 draft's convolutions reshape to blocks of S + 1 rows, a constant of the compiled graph.
+"""A DFlash2 draft works on blocks of S + 1 rows; compiled, S is a constant of its graph.
 
 S is not part of the compile-cache key, so a server restarted with another num_speculative_tokens
-loads the graph of the old one from disk and convolves across the wrong rows.
+loads the graph of the old one from disk and convolves across the wrong rows. The port's own model
+is not torch-compiled today; the key is what keeps it right when one is. The price: a new S compiles
+the target once more.
 """
 
 from _patchlib import Hunk, Patch, Sign

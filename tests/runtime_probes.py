@@ -241,6 +241,18 @@ def batch_sizes():
     ]
 
 
+def cache_estimates():
+    """What is said at start about the cached proposal: drafting greedily, then max_num_seqs 1, 64, 1024."""
+    from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import describe_cache
+
+    found = [describe_cache(engine_config(15), 320)]
+    for seqs in (1, 64, 1024):
+        config = engine_config(15, max_num_seqs=seqs, max_num_batched_tokens=16384)
+        config.speculative_config.draft_sample_method = "probabilistic"
+        found.append(describe_cache(config, 320))
+    return found
+
+
 def rope_lengths():
     """[drafter's own max_position_embeddings, rows of its rotary cache] under a target of 256 positions."""
     from vllm.config import set_current_vllm_config
@@ -460,6 +472,7 @@ PROBES = (
     draft_slots,
     reserved_rows,
     batch_sizes,
+    cache_estimates,
     rope_lengths,
     compile_keys,
     runner_choice,

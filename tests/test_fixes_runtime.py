@@ -1,13 +1,16 @@
 """Each runtime fix does on the real 0.27.1 modules what its patch file says, and fails without it.
 
-The patched vLLM runs in one process for all of them (runtime_probes.py); here is what it must find.
+The patched vLLM runs in one process for all of them (runtime_probes.py), the whole engine in
+another (runtime_serve.py); here is what they must find.
 
 Faults tried, and where:
     max_model_len - S ... max_model_len, every request length around block borders,
     S = 1 ... 15 with a block size of 8           test_draft_slots, test_served_to_the_last_token
-    max_num_seqs 1, 64, 1024                      test_batch_sizes_fit_or_are_refused
+    max_num_seqs 1, 64, 1024                      test_batch_sizes_fit_or_are_refused, test_cache_estimate
     VLLM_USE_V2_MODEL_RUNNER=0                    test_v1_runner_is_refused
     float16, pipeline parallel                    test_refused_at_start
+    a target too short for target_layer_ids, a drafter for another vocabulary size, a quantised one
+                                                  test_drafter_that_does_not_fit
 """
 
 import json
@@ -16,6 +19,8 @@ from pathlib import Path
 import pytest
 
 PROBES = Path(__file__).with_name("runtime_probes.py")
+SERVE = Path(__file__).with_name("runtime_serve.py")
+LIMIT = 64  # max_model_len that runtime_serve.py serves with, four pages of 16
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +105,57 @@ def test_a_layers_own_window_wins(found):
         [256, False, [255, 255]],
         [None, False, [-1, -1]],
     ]
+
+
+def test_cache_estimate(found):
+    """The S x K x V cache in words, for max_num_seqs 1, 64, 1024; nothing where drafting is greedy."""
+    greedy, *estimates = found("cache_estimates")
+    assert greedy == ""
+    for seqs, text in zip((1, 64, 1024), estimates, strict=True):
+        assert f"max_num_seqs {seqs} x 15 draft tokens x vocabulary 320" in text
+
+
+TINY_SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16}
+MISFITS = {
+    "vocabulary size": ({"vocab_size": 512}, "vocab_size 512 is not the target's 320"),
+    "target too short": (
+        {"dflash_config": {"mask_token_id": 257, "target_layer_ids": [0, 2, 4], **TINY_SELECTOR}},
+        "target_layer_ids [0, 2, 4] name a layer that the target does not have: it has 4",
+    ),
+    "quantised": (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "a quantised DFlash2 drafter cannot be served",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def serve(run_patched):
+    """serve(cases) -> what the engine generated for each, or why it refused to start."""
+
+    def run(cases):
+        env = {"VLLM_LOGGING_LEVEL": "ERROR"}
+        return json.loads(run_patched(SERVE, json.dumps(cases), interpret=True, env=env).stdout.splitlines()[-1])
+
+    return run
+
+
+def test_drafter_that_does_not_fit(serve):
+    answers = serve([{"steps": 7, "draft": keys} for keys, _ in MISFITS.values()])
+    for answer, (_, says) in zip(answers, MISFITS.values(), strict=True):
+        assert says in answer["refused"]
+
+
+@pytest.mark.parametrize(
+    "steps, lengths",
+    [
+        ((1, 7), (48, *range(LIMIT - 8, LIMIT))),
+        pytest.param((8, 15), (15, 16, 17, 31, 32, 33, *range(LIMIT - 16, LIMIT)), marks=pytest.mark.slow),
+    ],
+)
+def test_served_to_the_last_token(serve, steps, lengths):
+    """Greedy requests that end at max_model_len say what the target says alone, to its last token."""
+    alone, *drafted = serve([{"lengths": lengths}, *({"steps": s, "lengths": lengths} for s in steps)])
+    assert [len(tokens) for tokens in alone["served"]] == [LIMIT - length for length in lengths]
+    for s, answer in zip(steps, drafted, strict=True):
+        assert answer == alone, f"S = {s}"

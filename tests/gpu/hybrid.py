@@ -77,7 +77,7 @@ def enliven(worker) -> None:
     As they come, every layer adds next to nothing to the embedding and a wrong attention or delta-net
     state would not show in the text. The LM head is scaled further: near-ties become rarer.
     """
-    for name, parameter in worker.model_runner.model.named_parameters():
+    for name, parameter in worker.get_model().named_parameters():
         if name.endswith("A_log"):
             parameter.data.fill_(-3.0)  # a state that lasts tens of tokens
         elif name.endswith("linear_attn.norm.weight"):

@@ -104,11 +104,12 @@ def launch_side0(x, delta, base, block, groups, columns=SIDE_0_COLUMNS, warps=SI
         delta.stride(0),
         base,
         out,
-        block,
+        BLOCK=block,
         HIDDEN=hidden,
         GROUPS=groups,
         TAPS=base.shape[1],
         COLUMNS=columns,
+        RUN=_run(hidden // groups, columns),
         num_warps=warps,
     )
     return out
@@ -135,20 +136,26 @@ def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warp
         norm_weight,
         normed,
         total,
-        block,
         eps,
+        BLOCK=block,
         HIDDEN=hidden,
         GROUPS=groups,
         TAPS=base.shape[1],
         COLUMNS=columns,
+        RUN=_run(hidden // groups, columns),
         num_warps=warps or side1_warps(columns),
     )
     return normed, total
 
 
 def side1_warps(columns: int) -> int:
-    """One program owns a row, so a row's loads in flight are what its warps can hold."""
-    return max(1, min(16, columns // 512))
+    """One program owns a row; a vector load of 8 columns a thread leaves it nothing to repeat."""
+    return max(1, min(32, columns // 256))
+
+
+def _run(group: int, columns: int) -> int:
+    """The largest power of two that divides the group and is no wider than a few vector loads."""
+    return min(group & -group, columns, 64)
 
 
 def _unit_columns(x: torch.Tensor) -> torch.Tensor:
@@ -163,16 +170,17 @@ def _conv_kernel(
     delta_stride,
     base_ptr,
     out_ptr,
-    block,
+    BLOCK: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    out = _filter(x_ptr, x_stride, delta_ptr, delta_stride, base_ptr, row, column, block, 0, HIDDEN, GROUPS, TAPS)
-    tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=column < HIDDEN)
+    run, column = _columns(tl.program_id(1), COLUMNS, RUN)
+    out = _filter(x_ptr, x_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 0, BLOCK, HIDDEN, GROUPS, TAPS, RUN)
+    tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=run * RUN < HIDDEN)
 
 
 @triton.jit
@@ -187,24 +195,36 @@ def _conv_add_norm_kernel(
     weight_ptr,
     normed_ptr,
     total_ptr,
-    block,
     eps,
+    BLOCK: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    inside = column < HIDDEN
+    run, column = _columns(0, COLUMNS, RUN)
+    inside = run * RUN < HIDDEN
     residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    total = _filter(y_ptr, y_stride, delta_ptr, delta_stride, base_ptr, row, column, block, 1, HIDDEN, GROUPS, TAPS)
+    total = _filter(y_ptr, y_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 1, BLOCK, HIDDEN, GROUPS, TAPS, RUN)
     total += residual.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, axis=0) / HIDDEN + eps)
+    scale = tl.rsqrt(tl.sum(total * total) / HIDDEN + eps)
     out = row.to(tl.int64) * HIDDEN + column
     tl.store(total_ptr + out, total, mask=inside)
     tl.store(normed_ptr + out, total * scale * weight, mask=inside)
+
+
+@triton.jit
+def _columns(program, COLUMNS: tl.constexpr, RUN: tl.constexpr):
+    """COLUMNS consecutive columns as [runs, RUN], and the number of each run, [runs, 1].
+
+    RUN divides the group, so that a run needs one delta: loading that for every column again
+    costs more instructions than all other loads together.
+    """
+    run = program * (COLUMNS // RUN) + tl.arange(0, COLUMNS // RUN)[:, None]
+    return run, run * RUN + tl.arange(0, RUN)[None, :]
 
 
 @triton.jit
@@ -215,17 +235,19 @@ def _filter(
     delta_stride,
     base_ptr,
     row,
+    run,
     column,
-    block,
     SIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One side's float32 output at `row` and `column`; zero at columns beyond HIDDEN."""
-    inside = column < HIDDEN
-    group = column // (HIDDEN // GROUPS)
-    position = tl.zeros(column.shape, tl.int32) + row % block
+    inside = run * RUN < HIDDEN
+    group = run * RUN // (HIDDEN // GROUPS)
+    position = tl.zeros(run.shape, tl.int32) + row % BLOCK
     x_ptr += row.to(tl.int64) * x_stride + column
     delta_ptr += row.to(tl.int64) * delta_stride + SIDE * TAPS * GROUPS + group
     base_ptr += SIDE * TAPS * HIDDEN + column

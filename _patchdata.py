@@ -69,7 +69,7 @@ class PatchSet:
     """Everything one version of this tool puts into a tree, checked for faults by `load`.
 
     files    destination -> bytes of each installed file
-    folders  row name (the source's top folder) -> its destinations
+    folders  row name (the source's folder) -> its destinations
     digest   changes whenever a byte that would be written changes
     """
 
@@ -101,7 +101,7 @@ def load(patches: Iterable[Patch], installed: Mapping[str, str], source: Read) -
     files = _installed_files(patches, installed, source)
     folders: dict[str, tuple[str, ...]] = {}
     for path, destination in installed.items():
-        row = path.split("/")[0] + "/"
+        row = path.rpartition("/")[0] + "/"
         folders[row] = (*folders.get(row, ()), destination)
     return PatchSet(patches, files, folders, _digest(patches, files))
 

@@ -251,6 +251,7 @@ SHIPPED_SINCE = {
     "grammar-end": "0.29.0",
     "block-verify-noise": "0.33.0",
     "dflash2/": "0.28.0",
+    "dflash2/beam/": "0.33.0",
 }
 
 

@@ -2,7 +2,10 @@
 whose head geometry differs from it: folders with config.json only, for load_format="dummy"."""
 
 import json
+import zlib
 from pathlib import Path
+
+import torch
 
 LAYERS = 8
 VOCABULARY = 2048
@@ -72,15 +75,28 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
 
 
 def enliven(worker) -> None:
-    """Scale the target's dummy weights (all within 1e-3) to a trained model's size, on its worker.
+    """Give target and draft, on their worker, random weights of a trained model's size.
 
-    As they come, every layer adds next to nothing to the embedding and a wrong attention or delta-net
-    state would not show in the text. The LM head is scaled further: near-ties become rarer.
+    Dummy weights lie within 1e-3 and repeat from layer to layer, the LM head being the embedding again:
+    the text just echoes its last token, whatever attention and delta nets do. The same names get the
+    same weights in every engine.
     """
-    for name, parameter in worker.get_model().named_parameters():
+    randomise(worker.get_model(), plain_norms=("linear_attn.norm.weight",))
+    speculator = getattr(worker.model_runner, "speculator", None)
+    if speculator is not None:
+        randomise(speculator.model.model, plain_norms=("norm.weight",), skip=("embed_tokens",))
+        speculator.model.model._build_fused_kv_buffers()  # a copy of the projections
+
+
+def randomise(model, plain_norms: tuple[str, ...], skip: tuple[str, ...] = ()) -> None:
+    """``plain_norms``: endings of norm weights that multiply as they are; the others are 1 + weight."""
+    for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data.fill_(-3.0)  # a state that lasts tens of tokens
-        elif name.endswith("linear_attn.norm.weight"):
+        elif name.endswith(plain_norms):
             parameter.data.fill_(1.0)
-        elif parameter.dim() >= 2:
-            parameter.data.mul_(1000.0 if "lm_head" in name else 60.0)
+        elif parameter.dim() >= 2 and not any(part in name for part in skip):
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+            # Logits spread widely, so that few texts pass a near-tie.
+            spread = 8.0 if "lm_head" in name else 1.0
+            parameter.data.normal_(0.0, spread / parameter.shape[-1] ** 0.5, generator=generator)

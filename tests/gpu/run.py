@@ -67,10 +67,14 @@ class Process:
             )
 
     def running(self) -> bool:
-        if self.process.poll() is None and time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline:
+            self.end()
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        return self.process.returncode is None
 
     def facts(self) -> dict:
         return json.loads(self.facts_path.read_text()) if self.facts_path.exists() else {}
@@ -102,9 +106,14 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def run_jobs(chosen, arguments, site: Path, scratch: Path) -> list[Process]:
-    """Run the jobs and return them finished; what is known is written to the report all along."""
+    """Run the jobs until the limit and return them finished; what is known is in the report all along."""
     waiting, processes, reported = list(chosen), [], 0
+    end = time.monotonic() + arguments.limit
     while waiting or any(p.running() for p in processes):
+        if time.monotonic() > end:
+            for process in processes:
+                process.end()
+            break
         job = next_job(waiting, [p for p in processes if p.running()])
         if job is None:
             time.sleep(0.5)
@@ -114,7 +123,7 @@ def run_jobs(chosen, arguments, site: Path, scratch: Path) -> list[Process]:
         done = sum(not p.running() for p in processes)
         if done > reported:
             reported = done
-            write_report(arguments.out, processes)
+            write_report(arguments.out, chosen, processes)
     return processes
 
 
@@ -128,9 +137,9 @@ def next_job(waiting: list, busy: list[Process]):
     return next((job for job in waiting if not (job.graphs and capturing)), None)
 
 
-def write_report(out: Path, processes: list[Process]) -> list[Row]:
+def write_report(out: Path, chosen: list, processes: list[Process]) -> list[Row]:
     """Write engine.json and engine.log (of the jobs that failed) to the folder; returns the rows."""
-    facts = {p.job.name: p.facts() for p in processes}
+    facts = {job.name: {} for job in chosen} | {p.job.name: p.facts() for p in processes}
     rows = judge_all(facts)
     report = {"rows": [row._asdict() for row in rows], "facts": facts}
     (out / "engine.json").write_text(json.dumps(report))
@@ -328,6 +337,7 @@ def parse_arguments():
     parser.add_argument("--samples", type=int, default=20_000, help="samples a temperature and engine")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long 64 requests are kept in flight")
     parser.add_argument("--tokens", type=int, default=64, help="length of greedy texts")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which whatever still runs is ended")
     parser.add_argument("--only", nargs="+", metavar="JOB", help=f"run these alone: {', '.join(j.name for j in jobs.JOBS)}")
     arguments = parser.parse_args()
     unknown = set(arguments.only or ()) - {job.name for job in jobs.JOBS}
@@ -351,7 +361,7 @@ def main() -> int:
     for process in processes:
         if process.failed():
             print(f"--- {process.job.name}: exit status {process.process.returncode}\n{process.log()[-1500:]}\n")
-    rows = write_report(arguments.out, processes)
+    rows = write_report(arguments.out, chosen, processes)
     starts = ", ".join(f"{p.job.name} {p.facts().get('start_seconds', math.nan):.0f}" for p in processes)
     print("seconds to start:", starts)
     if rows:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO / "demo")]  # conftest takes from the demo
 
 import jobs  # noqa: E402
 import judge  # noqa: E402

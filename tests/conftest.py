@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from environment import ENGINE_ENVIRONMENT
+
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "demo" / "tiny"
 
@@ -120,11 +122,7 @@ def run_patched(patched):
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, folders)),
-            "OMP_NUM_THREADS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
+            **ENGINE_ENVIRONMENT,
             **(env or {}),
         }
         done = subprocess.run(

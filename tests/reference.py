@@ -9,6 +9,7 @@ r selector rank.
 """
 
 import argparse
+import itertools
 import json
 import math
 from pathlib import Path
@@ -224,6 +225,15 @@ def greedy_decode(d, t, prompt, new_tokens, steps):
         anchor, context = verdict[right], context[: len(ids)]
         accepted.append(right)
     return ids[len(prompt) : len(prompt) + new_tokens], accepted
+
+
+def verified(accepted, new_tokens):
+    """The drafts of `greedy_decode` that an engine counts: it stops once it has the tokens asked for.
+
+    Its first token comes from the prompt alone, so that it is one ahead of the drafts.
+    """
+    ends = itertools.accumulate((n + 1 for n in accepted), initial=1)
+    return [n for n, have in zip(accepted, ends) if have < new_tokens]
 
 
 def main():

@@ -14,7 +14,7 @@ import reference
 from conftest import REPO, TINY
 from pair import write_pair
 
-ENGINE = REPO / "tests/engine.py"
+ENGINE = REPO / "demo/engine.py"
 PROMPTS = json.loads((TINY / "prompts.json").read_text())["prompts"]
 STEPS = 7
 
@@ -61,11 +61,11 @@ OTHER_STEPS = 3
 
 @pytest.fixture(scope="module")
 def run_engine(run_patched, tmp_path_factory):
-    """run_engine(target=..., runs=..., ...) -> what tests/engine.py wrote down, and its log."""
+    """run_engine(target=..., runs=..., ...) -> what demo/engine.py wrote down, and its log."""
 
     def run(**job):
         out = tmp_path_factory.mktemp("engine") / "out.pt"
-        done = run_patched(ENGINE, json.dumps(job, default=str), out, interpret=True)
+        done = run_patched(ENGINE, json.dumps(job, default=str), out)
         return torch.load(out), done.stdout + done.stderr
 
     return run
@@ -139,17 +139,6 @@ def assert_same_draft(draft, wanted, tolerance):
         assert scores[step, place] > scores[step].max() - tolerance
 
 
-def counted_by_the_engine(accepted, new_tokens):
-    """The reference's drafts that an engine verifies: it has the first token before the first of them."""
-    emitted, used = 1, []
-    for n in accepted:
-        if emitted >= new_tokens:
-            break
-        used.append(n)
-        emitted += n + 1
-    return used
-
-
 @torch.no_grad()
 def reference_counts(prompts, new_tokens):
     t, d = reference.load(TINY / "target"), reference.load(TINY / "draft")
@@ -157,7 +146,7 @@ def reference_counts(prompts, new_tokens):
     for prompt in prompts:
         text, accepted = reference.greedy_decode(d, t, prompt, new_tokens, STEPS)
         texts.append(text)
-        counts += counted_by_the_engine(accepted, new_tokens)
+        counts += reference.verified(accepted, new_tokens)
     return texts, counts
 
 
@@ -246,7 +235,7 @@ def test_the_engine_refuses_a_bad_config(run_patched, tmp_path, key, value, step
         "runs": [],
         "speculative": {"num_speculative_tokens": steps},
     }
-    done = run_patched(ENGINE, json.dumps(job, default=str), tmp_path / "out.pt", interpret=True, expect=None)
+    done = run_patched(ENGINE, json.dumps(job, default=str), tmp_path / "out.pt", expect=None)
     assert done.returncode != 0
     last = done.stderr[done.stderr.rindex("Error") :]
     assert key in done.stderr and (str(value) in done.stderr if value else True), last

@@ -1,6 +1,8 @@
-"""Runs one vLLM engine and writes down what it did. A script: tests start it with `run_patched`.
+"""Runs one vLLM engine and writes down what it did. A script that the demo and the tests start.
 
     engine.py JOB OUT    JOB is JSON: what `Job` below holds; OUT is read with torch.load
+
+Where no GPU is to be seen, Triton's interpreter stands in for one (interpret.py).
 """
 
 import inspect
@@ -11,7 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm import LLM, SamplingParams
+if not torch.cuda.is_available():
+    import interpret  # noqa: F401  before vLLM
+
+from vllm import LLM, SamplingParams  # noqa: E402
 
 
 @dataclass
@@ -45,6 +50,8 @@ def start(job):
         max_model_len=512,
         max_num_seqs=8,  # the profiling run drafts for as many, and the interpreter is slow
         max_num_batched_tokens=1024,
+        gpu_memory_utilization=0.3,
+        kernel_config={"enable_flashinfer_autotune": False},  # minutes of compilation at a first start
     )
 
 
@@ -66,11 +73,11 @@ def record_drafts():
                     "slot": slot,
                     "anchor": int(call.anchors[row]),
                     "position": int(call.sample_pos[row * steps]) - 1,  # the anchor's
-                    "ids": call.candidate_ids[here].clone(),
-                    "unary": call.unary[here].clone(),
+                    "ids": call.candidate_ids[here].to("cpu", copy=True),
+                    "unary": call.unary[here].to("cpu", copy=True),
                     "tokens": call.draft_tokens[row].tolist(),
                     "temperature": float(call.temperature[slot]),
-                    "cached": None if call.draft_logits is None else call.draft_logits[slot].clone(),
+                    "cached": None if call.draft_logits is None else call.draft_logits[slot].to("cpu", copy=True),
                 }
             )
 

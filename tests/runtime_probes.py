@@ -300,12 +300,13 @@ def refusals():
 # --- zeroed blocks (B6) ------------------------------------------------------------------------
 
 
-def hybrid_specs():
+def hybrid_specs(block_size=16, **mamba):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    heads = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    state = ((16 * block_size,),)  # as many bytes as a page of K/V
     return {
-        "mamba": MambaSpec(block_size=16, shapes=((256,),), dtypes=(torch.float32,)),
+        "mamba": MambaSpec(block_size=block_size, shapes=state, dtypes=(torch.float32,), **mamba),
         "full": FullAttentionSpec(**heads),
         "window": SlidingWindowSpec(sliding_window=32, **heads),
     }
@@ -350,6 +351,56 @@ def zeroed_memory():
     )
     zeroer.zero_block_ids([2, 5])
     return {kind: [i for i in range(8) if not cache[i].isnan().any()] for kind, cache in caches.items()}
+
+
+# --- prefix caching (B19) ----------------------------------------------------------------------
+
+
+def prefix_hits(block_size=64):
+    """[prompt length, tokens found cached when the same prompt comes again] under a hybrid target."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = engine_config(enable_prefix_caching=True, max_model_len=1024, block_size=block_size)
+    config.cache_config.mamba_cache_mode, config.cache_config.num_gpu_blocks = "align", 256
+    specs = hybrid_specs(block_size, mamba_cache_mode="align", num_speculative_blocks=7)
+    groups = [KVCacheGroupSpec([kind], spec) for kind, spec in specs.items()]
+    scheduler = Scheduler(
+        config,
+        KVCacheConfig(num_blocks=256, kv_cache_tensors=[], kv_cache_groups=groups),
+        StructuredOutputManager(config),
+        block_size=block_size,
+    )
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(block_size, sha256)
+
+    def serve(name, prompt):
+        """One token after the prompt; returns how much of the prompt was found cached."""
+        request = Request(name, prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        scheduler.add_request(request)
+        cached = None
+        while not request.is_finished():
+            step = scheduler.schedule()
+            if cached is None:
+                cached = request.num_computed_tokens - step.num_scheduled_tokens[name]
+            done = request.num_computed_tokens >= len(prompt)
+            scheduler.update_from_output(
+                step, ModelRunnerOutput(req_ids=[name], req_id_to_index={name: 0}, sampled_token_ids=[[1] if done else []])
+            )
+        return cached
+
+    found = []
+    for length in (100, 129, 200, 500):
+        prompt = [length + i for i in range(length)]
+        serve(f"{length} first", prompt)
+        found.append([length, serve(f"{length} again", prompt)])
+    return found
 
 
 # --- FlashAttention (B10, B11) -----------------------------------------------------------------
@@ -479,6 +530,7 @@ PROBES = (
     refusals,
     recorded_blocks,
     zeroed_memory,
+    prefix_hits,
     fa3_geometry,
     fa3_window,
     layer_windows,

@@ -87,6 +87,11 @@ def test_refused_at_start(found, fault, says):
     assert says in answers[fault]["refused"]
 
 
+def test_prefix_hits_of_a_hybrid_keep_their_last_block(found):
+    """Whole blocks of 64 of a prompt but its last token; a dropped block would leave 100 tokens no hit."""
+    assert found("prefix_hits") == [[100, 64], [129, 128], [200, 192], [500, 448]]
+
+
 def test_fa3_schedules_the_draft_with_its_own_geometry(found):
     assert found("fa3_geometry") == [8, 4, 32, [-1, -1]]
 
@@ -159,3 +164,13 @@ def test_served_to_the_last_token(serve, steps, lengths):
     assert [len(tokens) for tokens in alone["served"]] == [LIMIT - length for length in lengths]
     for s, answer in zip(steps, drafted, strict=True):
         assert answer == alone, f"S = {s}"
+
+
+def test_drafts_after_a_prefix_hit_are_those_without(serve):
+    """Draft K/V of every block that a hit can return, its last included, is as good as new."""
+    lengths = (33, 48, 49)
+    engine = {"enable_prefix_caching": True, "max_model_len": 128}
+    (answer,) = serve([{"steps": 7, "twice": True, "lengths": lengths, "engine": engine}])
+    assert [cached for _, cached, _ in answer["again"]] == [32, 32, 48]
+    for (first, _, drafts), (again, _, drafts_again) in zip(answer["first"], answer["again"], strict=True):
+        assert (first, drafts) == (again, drafts_again)

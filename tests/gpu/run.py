@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -348,14 +347,19 @@ def parse_arguments():
 
 def main() -> int:
     arguments = parse_arguments()
-    begin = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="dflash2-engine-"))
-    try:
-        site = patched_site(scratch / "site")
-    except SystemExit as error:
-        print(error, file=sys.stderr)
-        return 3
+    with tempfile.TemporaryDirectory(prefix="dflash2-engine-", ignore_cleanup_errors=True) as scratch:
+        try:
+            site = patched_site(Path(scratch) / "site")
+        except SystemExit as error:
+            print(error, file=sys.stderr)
+            return 3
+        rows = run_and_print(arguments, site, Path(scratch))
+    return int(not rows or not all(row.passed for row in rows))
+
+
+def run_and_print(arguments, site: Path, scratch: Path) -> list[Row]:
+    begin = time.monotonic()
     chosen = [job for job in jobs.JOBS if not arguments.only or job.name in arguments.only]
     processes = run_jobs(chosen, arguments, site, scratch)
     for process in processes:
@@ -368,8 +372,7 @@ def main() -> int:
         print_table(rows)
     failed = sum(not row.passed for row in rows)
     print(f"{len(rows)} checks, {failed} failed, {time.monotonic() - begin:.0f} s")
-    shutil.rmtree(scratch, ignore_errors=True)
-    return int(failed > 0 or not rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -168,7 +168,8 @@ def _hunk_fault(hunk: Hunk) -> str | None:
         return "old and new text are equal"
     if not hunk.old.endswith("\n") or not hunk.new.endswith("\n"):
         return "old and new text must be whole lines, the last one ended too"
-    if is_python_part(hunk.old) and not is_python_part(hunk.new):
+    kinds = python_parts(hunk.old)
+    if kinds and not kinds & python_parts(hunk.new):
         return "the result is not Python"
     return None
 
@@ -207,34 +208,38 @@ def _overlap(one: str, other: str) -> bool:
     return False
 
 
-# What a hunk's text may be a part of: a statement, a header or a continuation of one, arguments, a literal.
-_SURROUNDINGS = (
-    ("", ""),
-    ("", "pass"),
-    ("if _:\n pass\n", ""),
-    ("if _:\n pass\n", "pass"),
-    ("try:\n pass\n", ""),
-    ("try:\n pass\n", "pass"),
-    ("(\n", "\n)"),
-    ("_(\n", "\n)"),
-    ("[\n", "\n]"),
-    ("{\n", "\n}"),
-    ("from _ import (\n", "\n)"),
-    ("def _(\n", "\n): pass"),
-    ("", "\ndef _(): pass"),
-    ("_(", ""),
-    ("", ")"),
-)
+# What a hunk's text may be cut from, by whether it leaves a bracket open: statements, a header or the rest of a
+# block, arguments, a literal.
+_SURROUNDINGS = {
+    "balanced": (
+        ("", ""),
+        ("", "pass"),
+        ("if _:\n pass\n", ""),
+        ("if _:\n pass\n", "pass"),
+        ("try:\n pass\n", ""),
+        ("try:\n pass\n", "pass"),
+        ("(\n", "\n)"),
+        ("_(\n", "\n)"),
+        ("[\n", "\n]"),
+        ("{\n", "\n}"),
+        ("from _ import (\n", "\n)"),
+        ("def _(\n", "\n): pass"),
+        ("", "\ndef _(): pass"),
+    ),
+    "opens": (("", ")"), ("", "]"), ("", "}"), ("", "): pass")),
+    "closes": (("(", ""), ("_(", ""), ("[", ""), ("{", ""), ("def _(", ""), ("def _(", "pass")),
+}
 
 
-def is_python_part(text: str) -> bool:
-    """Whether whole lines, cut from a file, may be Python there. False also where it cannot be told."""
+def python_parts(text: str) -> set[str]:
+    """As what kinds of a part of Python these whole lines, cut from a file, can be read; may be none."""
     text = textwrap.dedent(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
+    indents = [len(line) - len(line.lstrip()) for line in text.splitlines() if line.strip()]
     opened = "".join(" " * indent + "if _:\n" for indent in sorted({i for i in indents if i < indents[0]}))
-    last = " " * (indents[-1] + 1)
-    return any(
-        syntax_error(before + opened + text + (last + after if after == "pass" else after), ast.parse) is None
-        for before, after in _SURROUNDINGS
-    )
+    inner = " " * (indents[-1] + 1)
+
+    def parses(before: str, after: str) -> bool:
+        after = inner + after if after == "pass" else after
+        return syntax_error(before + opened + text + after, ast.parse) is None
+
+    return {kind for kind, around in _SURROUNDINGS.items() if any(parses(*pair) for pair in around)}

@@ -221,13 +221,13 @@ def _unsupported(row: Row, version: str) -> Row:
 
 def _judge(read: Read, patch_set: PatchSet, record: Record | None) -> tuple[list[Row], bool]:
     """The rows, and whether this release ships the port itself."""
-    ours = record is not None or _mostly_ours(read, patch_set)
-    # Text that we inserted is no sign that upstream has a feature.
-    before = _without_ours(read, patch_set, record) if ours else read
     applied = set(record.patches) if record else set()
-    shipped = {p.name for p in patch_set.patches if p.name not in applied and ships(before, p)}
+    # Text that we inserted is no sign that upstream has a feature: only a text without ours is asked.
+    before = _before_us(read, record) if record else read
+    ours = not record and _mostly_ours(read, patch_set)
+    shipped = {p.name for p in patch_set.patches if not ours and p.name not in applied and ships(before, p)}
     core = {p.name for p in patch_set.patches if p.core}
-    if not ours and core and core <= shipped and any(read(path) is not None for path in patch_set.files):
+    if not record and core and core <= shipped and any(read(path) is not None for path in patch_set.files):
         return _shipping_rows(read, patch_set, shipped), True
     folders = [_folder_row(read, patch_set, name, record) for name in patch_set.folders]
     installed = overall(row.state for row in folders) if folders else "NOOP"
@@ -259,23 +259,9 @@ def _mostly_ours(read: Read, patch_set: PatchSet) -> bool:
     return len(found) * 2 > len(hunks)
 
 
-def _without_ours(read: Read, patch_set: PatchSet, record: Record | None) -> Read:
-    """The tree as it was before us: kept originals, or our text taken out where there is no record."""
-
-    def before(path: str) -> bytes | None:
-        if record and path in record.files:
-            return original(read, record, path)
-        text = _text(read, path)
-        if text is None or path in patch_set.files:
-            return None
-        data = text.encode()
-        # The longest first: one hunk's text may hold another's.
-        for hunk in sorted(patch_set.hunks(path), key=lambda hunk: -len(hunk.new)):
-            if len(found := hits(data.decode(), hunk.new)) == 1:
-                data = edit(data, [(found[0], hunk.new, hunk.old)])
-        return data
-
-    return _once(before)
+def _before_us(read: Read, record: Record) -> Read:
+    """The tree as it was before us."""
+    return _once(lambda path: original(read, record, path) if path in record.files else read(path))
 
 
 def _shipping_rows(read: Read, patch_set: PatchSet, shipped: set[str]) -> list[Row]:
@@ -500,7 +486,8 @@ def outcome_fault(read: Read, planned: Report, patch_set: PatchSet) -> tuple[Rep
     report = survey(read, planned.version, patch_set)
     if wrong:
         return report, f"after writing, these do not hold what was written: {', '.join(wrong)}"
-    before = _without_ours(read, patch_set, read_record(read))
+    record = read_record(read)
+    before = _before_us(read, record) if record else read
     faults = broken_promises(read, before, patch_set, planned.applies)
     if faults or report.verdict not in ("NOOP", "SHIPPED"):
         return report, "after writing: " + ("; ".join(faults.values()) or report.message)

@@ -165,23 +165,29 @@ def scope_lines(text: str, scope: str) -> tuple[int, list[str]]:
 def nearest(text: str, scope: str, wanted: str) -> tuple[float, int, list[str]]:
     """(likeness 0 to 1, 0-based line number, lines) of the piece of a scope that is most like the wanted lines."""
     start, lines = scope_lines(text, scope)
-    size = wanted.count("\n")
-    words = Counter(re.findall(r"\w+", wanted))
-    windows = [(at, lines[at : at + size]) for at in range(max(1, len(lines) - size + 1))]
-    matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2(wanted)
+    size = min(wanted.count("\n"), len(lines))
+    grams = _grams(wanted)
+    # Comparing texts is slow: only the windows with most three-letter pieces in common are compared.
+    shared = [0, *accumulate((_grams(line) & grams).total() for line in lines)]
+    letters = [0, *accumulate(len(line) + 1 for line in lines)]
 
-    def shared(window) -> int:
-        return (Counter(re.findall(r"\w+", "\n".join(window[1]))) & words).total()
+    def promise(at: int) -> float:
+        return (shared[at + size] - shared[at]) / (letters[at + size] - letters[at] + len(wanted))
 
-    def likeness(window) -> float:
-        matcher.set_seq1("\n".join(window[1]) + "\n")
+    likely = sorted(range(len(lines) - size + 1), key=promise, reverse=True)[:5]
+    windows = [(at, lines[at : at + size]) for at in likely]
+    matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
+
+    def likeness(window: list[str]) -> float:
+        matcher.set_seq1("\n".join(window) + "\n")
         return matcher.ratio()
 
-    # Comparing letters is slow: only the windows that share most words are compared so.
-    likely = sorted(windows, key=shared, reverse=True)[:3]
-    best, at, found = max((likeness(window), *window) for window in likely)
+    best, at, found = max((likeness(window), at, window) for at, window in windows)
     return best, start + at, found
+
+
+def _grams(text: str) -> Counter[str]:
+    return Counter(text[i : i + 3] for i in range(len(text) - 2))
 
 
 def difference(text: str, scope: str, wanted: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reference
-from conftest import TINY
+from conftest import REPO, TINY
 from pair import draft_shapes, write, write_pair
 
 BEAM = "DFlash2BeamDraftModel"
@@ -51,7 +51,7 @@ def beam_draft(folder):
 
 @pytest.fixture(scope="module")
 def engine(run_patched, tmp_path_factory):
-    """engine(draft, ...) -> what tests/engine.py wrote down of one greedy run."""
+    """engine(draft, ...) -> what demo/engine.py wrote down of one greedy run."""
 
     def run(target, draft, prompts, tokens, steps):
         out = tmp_path_factory.mktemp("engine") / "out.pt"
@@ -62,7 +62,7 @@ def engine(run_patched, tmp_path_factory):
             "runs": [{"temperature": 0, "max_tokens": tokens}],
             "speculative": {"num_speculative_tokens": steps},
         }
-        run_patched(Path(__file__).with_name("engine.py"), json.dumps(job), out, interpret=True)
+        run_patched(REPO / "demo/engine.py", json.dumps(job), out)
         return torch.load(out)["runs"][0]
 
     return run

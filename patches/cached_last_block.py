@@ -13,7 +13,7 @@ FILE = "vllm/v1/core/sched/scheduler.py"
 CONFIG = "vllm/config/speculative.py"
 
 PATCH = Patch(
-    name="cached last block",
+    name="cached-last-block",
     why="prefix caching under a hybrid target lost the last block of every hit, or the whole hit, for nothing",
     upstream="SpeculativeConfig.needs_eagle_block_drop of vLLM 0.33.0",
     shipped_in="0.33.0",

@@ -1,4 +1,4 @@
-"""--dtype float16 with a DFlash2 draft is refused: the drafter's activations leave float16's range.
+"""float16 with a DFlash2 draft is refused: the drafter's activations leave float16's range.
 
 Checkpoints are trained in bfloat16. In float16 the hidden states overflow, every draft is NaN and
 acceptance is 0 %: slower than no drafter, and nothing says so.
@@ -25,8 +25,8 @@ PATCH = Patch(
             new="""\
         if self._is_dflash2_draft() and self.model_config.dtype == torch.float16:
             raise ValueError(
-                "--dtype float16 cannot serve a DFlash2 draft: its activations overflow "
-                "float16 and no draft is ever accepted. Use --dtype bfloat16."
+                "dtype float16 cannot serve a DFlash2 draft: its activations overflow it "
+                "and no draft is ever accepted. Use --dtype bfloat16."
             )
 
         unsupported = self._get_v2_model_runner_unsupported_features()

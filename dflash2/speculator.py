@@ -52,6 +52,7 @@ def _walk_kernel(
     S: tl.constexpr,
     K: tl.constexpr,
     RANK: tl.constexpr,
+    PADDED_S: tl.constexpr,
     PADDED_K: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -65,51 +66,86 @@ def _walk_kernel(
 
     temp = 0.0
     seed = tl.full((), 0, tl.int64)
-    keep = (slot >= 0) & in_k
     if draft_logits_ptr is not None:
         temp = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
         seed = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0)
+        draft_logits_ptr += slot * draft_logits_stride_req
+        cached_ids_ptr += slot * S * K
+        steps = tl.arange(0, PADDED_S)[:, None]
+        live = (slot >= 0) & (steps < S) & in_k[None, :]
+        stale = tl.load(cached_ids_ptr + steps * K + lanes[None, :], mask=live, other=0)
+        columns = draft_logits_ptr + steps * draft_logits_stride_step + stale
+        tl.store(columns, float("-inf"), mask=live)
+        # A column can be stale and new, written by different threads.
+        tl.debug_barrier()
 
     # An id from a NaN row must not index past a codebook.
     token = tl.load(anchor_ptr + req_idx * anchor_stride).to(tl.int64)
     token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
+    # Only the predecessor's row waits for the token before it. The rest of a step is loaded while
+    # the step before is being decided, or the walk would be a chain of cache misses.
+    row = req_idx * S
+    next_ids, next_rows, next_unary, next_hidden = _load_step(
+        row, candidate_ids_ptr, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
+        lanes, in_k, dims, in_rank, vocab_size, K, RANK,
+    )  # fmt: skip
     for step in tl.static_range(S):
         row = req_idx * S + step
-        ids = tl.load(candidate_ids_ptr + row * K + lanes, mask=in_k, other=0)
-        ids = tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
-        hidden = tl.load(hidden_ptr + row * hidden_stride + dims, mask=in_rank, other=0.0)
         gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
+        ids, successors, unary, hidden = next_ids, next_rows, next_unary, next_hidden
+        if step + 1 < S:
+            next_ids, next_rows, next_unary, next_hidden = _load_step(
+                row + 1, candidate_ids_ptr, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
+                lanes, in_k, dims, in_rank, vocab_size, K, RANK,
+            )  # fmt: skip
         gate = gate.to(tl.float32) * hidden.to(tl.float32)
-        successors = tl.load(
-            successor_ptr + ids[:, None] * RANK + dims[None, :],
-            mask=in_k[:, None] & in_rank[None, :],
-            other=0.0,
-        )
-        scores = tl.load(unary_ptr + row * K + lanes, mask=in_k, other=float("-inf"))
-        scores += tl.sum(successors.to(tl.float32) * gate[None, :], axis=1)
+        scores = unary + tl.sum(successors.to(tl.float32) * gate[None, :], axis=1)
         if temp != 0.0:
             scores = scores / temp
         # What is drawn from and cached must be a distribution, whatever the logits hold: a score
         # that is no number is never chosen, and a row without any falls to its first candidate.
         scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
         scores = tl.minimum(scores, 3.0e38)
-        best = tl.max(scores, axis=0)
-        scores = tl.where(lanes == 0, tl.where(best > float("-inf"), scores, 0.0), scores)
-
-        if draft_logits_ptr is not None:
-            out = draft_logits_ptr + slot * draft_logits_stride_req + step * draft_logits_stride_step
-            cached = cached_ids_ptr + (slot * S + step) * K + lanes
-            stale = tl.load(cached, mask=keep, other=0)
-            tl.store(out + stale, float("-inf"), mask=keep)
-            # The same column can be stale and new, written by different threads.
-            tl.debug_barrier()
-            tl.store(out + ids, scores, mask=keep)
-            tl.store(cached, ids, mask=keep)
-
         pos = tl.load(sample_pos_ptr + row) + _SALT
-        _, pick = gumbel_noised_argmax(scores, ids, in_k, seed, pos, temp, USE_FP64)
+        best, pick = gumbel_noised_argmax(scores, ids, in_k, seed, pos, temp, USE_FP64)
+        pick = tl.where(best > float("-inf"), pick, 0)
         token = tl.sum(tl.where(lanes == pick, ids, 0), axis=0)
         tl.store(draft_tokens_ptr + row, token)
+        if draft_logits_ptr is not None:
+            hopeless = tl.where(lanes == 0, 0.0, scores)
+            scores = tl.where(best > float("-inf"), scores, hopeless)
+            keep = (slot >= 0) & in_k
+            tl.store(draft_logits_ptr + step * draft_logits_stride_step + ids, scores, mask=keep)
+            tl.store(cached_ids_ptr + step * K + lanes, ids, mask=keep)
+
+
+@triton.jit
+def _load_step(
+    row,
+    candidate_ids_ptr,
+    successor_ptr,
+    unary_ptr,
+    hidden_ptr,
+    hidden_stride,
+    lanes,
+    in_k,
+    dims,
+    in_rank,
+    vocab_size,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """One step's candidate ids [K], their codebook rows [K, rank], unary scores and hidden state."""
+    ids = tl.load(candidate_ids_ptr + row * K + lanes, mask=in_k, other=0)
+    ids = tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
+    successors = tl.load(
+        successor_ptr + ids[:, None] * RANK + dims[None, :],
+        mask=in_k[:, None] & in_rank[None, :],
+        other=0.0,
+    )
+    unary = tl.load(unary_ptr + row * K + lanes, mask=in_k, other=float("-inf"))
+    hidden = tl.load(hidden_ptr + row * hidden_stride + dims, mask=in_rank, other=0.0)
+    return ids, successors, unary, hidden
 
 
 def walk(
@@ -168,6 +204,7 @@ def walk(
         S=steps,
         K=k,
         RANK=rank,
+        PADDED_S=triton.next_power_of_2(steps),
         PADDED_K=triton.next_power_of_2(k),
         PADDED_RANK=triton.next_power_of_2(rank),
         USE_FP64=use_fp64,

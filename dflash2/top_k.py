@@ -44,7 +44,7 @@ class Workspace(NamedTuple):
 def choose_tile(k: int) -> Tile:
     """Small groups for large k: the final sort is over k * group logits."""
     if k <= 16:
-        return Tile(chunk=16384, group=64, fan=64, warps=8)
+        return Tile(chunk=32768, group=64, fan=64, warps=16)
     if k <= 32:
         return Tile(chunk=16384, group=32, fan=32, warps=8)
     return Tile(chunk=16384, group=32, fan=16, warps=8)

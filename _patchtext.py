@@ -122,8 +122,9 @@ def outline(text: str) -> dict[str, list[Span]]:
     module._codegen(state)
     lines = [0, *accumulate(token.count("\n") for token in state.tokens)]
     spans: dict[str, list[Span]] = {}
-    for name, *places in marks:
-        spans.setdefault(name, []).append(Span(*(lines[place] for place in places)))
+    for name, start, body, end in marks:
+        # A body begins with the end of its header's line.
+        spans.setdefault(name, []).append(Span(lines[start], lines[body] + 1, lines[end]))
     return spans
 
 

@@ -172,31 +172,33 @@ class Journal:
     def remove_folder(self, path: str) -> None:
         """Remove a folder of ours, unless someone put something into it."""
         place = self.root / path
-        with contextlib.suppress(OSError):
-            (place / "__pycache__").rmdir()
-        if place.is_dir() and not any(place.iterdir()):
-            self.undo.append(lambda: place.mkdir(exist_ok=True))
-            place.rmdir()
+        if place.is_dir():
+            self.undo.append(lambda: self._make_folders(place))
+            _remove_folder(place)
 
     def _make_folders(self, folder: Path) -> None:
         if folder.is_dir():
             return
         self._make_folders(folder.parent)
-        self.undo.append(lambda: folder.rmdir())
         folder.mkdir()
+        self.undo.append(lambda: _remove_folder(folder))
         _take_after(folder, (self.root / "vllm").stat())
 
-    def roll_back(self) -> list[str]:
-        """Take everything back, the last thing first; returns what could not be."""
-        failed = []
+    def roll_back(self) -> None:
+        """Take everything back, the last thing first.
+
+        Stops at a failure: what is left is then what a killed process leaves, which the record can undo.
+        """
         while self.undo:
-            try:
-                self.undo.pop()()
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                failed.append(str(error))
-        return failed
+            self.undo[-1]()
+            self.undo.pop()
+
+
+def _remove_folder(place: Path) -> None:
+    for folder in (place / "__pycache__", place):
+        with contextlib.suppress(FileNotFoundError):
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 
 
 def _wheel_path(line: bytes) -> str:
-    return next(iter(csv.reader([line.decode("utf-8", "surrogateescape")])), [""])[0]
+    return next(csv.reader([line.decode("utf-8", "surrogateescape")]), [""])[0]
 
 
 def _wheel_line(path: str, data: bytes) -> bytes:
@@ -291,29 +293,32 @@ def _wheel_line(path: str, data: bytes) -> bytes:
 
 def wheel_with(wheel: bytes, files: Mapping[str, bytes]) -> bytes:
     """A RECORD with these files' hashes and sizes; all other lines keep their bytes."""
-    end = b"\r\n" if b"\r\n" in wheel else b"\n"
     left = dict(files)
-    lines = []
-    for line in wheel.splitlines():
+    lines = wheel.splitlines(keepends=True)
+    end = _line_end(lines[0]) if lines else b"\n"
+    if lines and not _line_end(lines[-1]):
+        lines[-1] += end
+    for number, line in enumerate(lines):
         path = _wheel_path(line)
-        lines.append(_wheel_line(path, left.pop(path)) if path in left else line)
-    lines += [_wheel_line(path, data) for path, data in sorted(left.items())]
-    return end.join(lines) + end
+        if path in left:
+            lines[number] = _wheel_line(path, left.pop(path)) + _line_end(line)
+    return b"".join(lines) + b"".join(_wheel_line(path, data) + end for path, data in sorted(left.items()))
 
 
 def wheel_without(wheel: bytes, before: bytes, paths: Iterable[str]) -> bytes:
     """A RECORD in which the lines of these paths are as they were before, and all others as they are now."""
-    lines = {_wheel_path(line): line for line in before.splitlines()}
+    lines = {_wheel_path(line): line for line in before.splitlines(keepends=True)}
     ours = set(paths)
-    restored = []
-    for line in wheel.splitlines():
+    restored = b""
+    for line in wheel.splitlines(keepends=True):
         path = _wheel_path(line)
-        if path not in ours:
-            restored.append(line)
-        elif path in lines:
-            restored.append(lines[path])
-    end = b"\r\n" if b"\r\n" in wheel else b"\n"
-    return before if restored == before.splitlines() else end.join(restored) + end
+        restored += line if path not in ours else lines.get(path, b"")
+    # The last line may have had no end before we added others.
+    return before if restored.rstrip() == before.rstrip() else restored
+
+
+def _line_end(line: bytes) -> bytes:
+    return line[len(line.rstrip(b"\r\n")) :]
 
 
 # What a user asks for.
@@ -426,9 +431,10 @@ def _all_or_nothing(root: Path) -> Iterator[Journal]:
     try:
         yield journal
     except BaseException as error:
-        failed = journal.roll_back()
-        if failed:
-            raise Problem(f"{error}. Putting everything back failed too ({'; '.join(failed)}): run --revert") from error
+        try:
+            journal.roll_back()
+        except OSError as second:
+            raise Problem(f"{error}. Putting everything back failed too ({second}): run --revert") from error
         if isinstance(error, OSError):
             raise Problem(f"{error.filename}: {error.strerror}. Everything was put back") from error
         if isinstance(error, Problem) and error.verdict:

@@ -1,0 +1,314 @@
+"""All or nothing: a failure at any step of writing leaves every byte as it was, and a killed process can be undone."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+
+import _patchlib
+import _tree
+from _patchlib import Hunk, Patch
+from patching import (  # noqa: F401  (fixtures)
+    CAUSALITY,
+    EXTRA,
+    HOME,
+    PYTHON,
+    REPO,
+    call,
+    contents,
+    edit_file,
+    older_patch_set,
+    patch_set,
+    patched_template,
+    patched_tree,
+    snapshot,
+    template,
+    tree,
+)
+
+
+class Fault:
+    """Lets `count` calls of a function of os through and then fails once, or every time."""
+
+    def __init__(self, real, count, error, lasting=False):
+        self.real, self.left, self.error, self.lasting, self.failed = real, count, error, lasting, False
+
+    def __call__(self, *arguments, **options):
+        self.left -= 1
+        if self.left < 0 and (self.lasting or not self.failed):
+            self.failed = True
+            raise self.error
+        return self.real(*arguments, **options)
+
+
+def steps(monkeypatch, tree, name, **options):
+    """How often an application calls a function of os."""
+    calls = []
+    real = getattr(os, name)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, lambda *a, **o: (calls.append(a), real(*a, **o))[1])
+        assert call("--root", tree, **options).code == 0
+    return len(calls)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "file.py")
+
+
+@pytest.mark.parametrize("start", ["pristine", "older"])
+@pytest.mark.parametrize("name", ["replace", "chmod", "mkdir", "unlink"])
+def test_a_failure_at_each_step_is_rolled_back(tree, tmp_path, monkeypatch, name, start, template):
+    if start == "older":
+        assert call("--root", tree, patch_set=older_patch_set()).code == 0
+    before = contents(tree)
+    rehearsal = shutil.copytree(tree, tmp_path / "rehearsal")
+    total = steps(monkeypatch, rehearsal, name)
+    assert total or (name, start) == ("unlink", "pristine")
+    # Every fifth step and the last ones: each costs an application.
+    for step in sorted({*range(0, total, 5), *range(max(0, total - 3), total)}):
+        fault = Fault(getattr(os, name), step, FULL)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fault)
+            result = call("--root", tree)
+        assert fault.failed
+        assert result.code == 3, (step, result.out, result.err)
+        assert "No space left on device" in result.err and "put back" in result.err
+        assert contents(tree) == before, step
+    assert call("--root", tree).code == 0
+
+
+@pytest.mark.parametrize("name", ["replace", "unlink"])
+def test_a_failing_revert_is_rolled_back(patched_tree, monkeypatch, name):
+    before = contents(patched_tree)
+    for step in (0, 3, 9):
+        fault = Fault(getattr(os, name), step, FULL)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fault)
+            result = call("--root", patched_tree, "--revert")
+        assert fault.failed and result.code == 3
+        assert contents(patched_tree) == before, (name, step)
+    assert call("--root", patched_tree, "--revert").code == 0
+
+
+def test_an_interrupt_is_rolled_back(tree, monkeypatch):
+    before = contents(tree)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", Fault(os.replace, 30, KeyboardInterrupt()))
+        result = call("--root", tree)
+    assert result.code == 130
+    assert contents(tree) == before
+
+
+def test_where_nothing_can_be_put_back_it_says_so(tree, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", Fault(os.replace, 40, FULL, lasting=True))
+        result = call("--root", tree)
+    assert result.code == 3 and "--revert" in result.err
+    assert call("--root", tree).code == 2
+    assert call("--root", tree, "--revert").code == 0
+
+
+@pytest.mark.parametrize("renames", [5, 20, 35, 45])
+def test_a_killed_process_is_undone_by_revert(tree, template, renames):
+    """Killed outright, nothing can roll back: the record is there before the first change, so --revert can."""
+    code = (
+        "import os, sys, apply_all\n"
+        "real, left = os.replace, [int(sys.argv.pop(1))]\n"
+        "def replace(*a):\n"
+        "    left[0] -= 1\n"
+        "    os._exit(9) if left[0] < 0 else real(*a)\n"
+        "os.replace = replace\n"
+        "apply_all.main(sys.argv[1:])\n"
+    )
+    done = subprocess.run([PYTHON, "-c", code, str(renames), "--root", tree], cwd=REPO, capture_output=True)
+    assert done.returncode == 9, done.stderr
+    changed = [path for path, data in contents(template).items() if contents(tree).get(path) != data]
+    if (tree / HOME / "record.json").exists():
+        result = call("--root", tree)
+        assert result.code == 2 and "--revert" in result.out
+        assert call("--root", tree, "--revert").code == 0
+    else:
+        assert not changed
+    assert call("--root", tree).code == 0
+    assert call("--root", tree, "--check").code == 0
+
+
+def test_what_was_written_is_read_back(tree, monkeypatch):
+    """A disk that keeps other bytes than it was given is found out."""
+    before = contents(tree)
+    real, lies = os.replace, ["gumbel.py"]
+
+    def lying(source, destination):
+        if lies and str(destination).endswith(lies[0]):
+            lies.clear()
+            with open(source, "ab") as file:
+                file.write(b"\n")
+        real(source, destination)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lying)
+        result = call("--root", tree)
+    assert result.code == 2 and "gumbel.py" in result.err and "put back" in result.err
+    assert contents(tree) == before
+
+
+def test_no_original_no_revert(patched_tree):
+    kept = patched_tree / HOME / "originals" / (CAUSALITY + ".orig")
+    kept.write_bytes(kept.read_bytes() + b"\n")
+    before = snapshot(patched_tree)
+    for options in ((), ("--force",)):
+        result = call("--root", patched_tree, "--revert", *options)
+        assert result.code == 2 and "reinstall vLLM" in result.err
+    assert snapshot(patched_tree) == before
+    kept.unlink()
+    assert call("--root", patched_tree, "--revert").code == 2
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b'{"format": 2}', b'{"format": 1, "files": []}', b"\xff"])
+def test_a_damaged_record(patched_tree, record):
+    (patched_tree / HOME / "record.json").write_bytes(record)
+    for arguments in ((), ("--check",), ("--revert",), ("--check", "--json")):
+        result = call("--root", patched_tree, *arguments)
+        assert result.code == 2 and "record.json is damaged" in result.err
+    assert result.json()["verdict"] == "PARTIAL"
+
+
+def test_a_record_of_another_vllm(patched_tree):
+    """Something replaced vLLM without uninstalling it: the kept originals must not go into the new one."""
+    (info,) = patched_tree.glob("vllm*.dist-info")
+    (info / "METADATA").write_text((info / "METADATA").read_text().replace("Version: 0.27.1", "Version: 0.28.0"))
+    before = snapshot(patched_tree)
+    for arguments in ((), ("--check",), ("--revert", "--force")):
+        result = call("--root", patched_tree, *arguments)
+        assert result.code == 2 and "was vLLM 0.27.1 when it was patched and is 0.28.0 now" in result.err
+    assert snapshot(patched_tree) == before
+
+
+def test_others_keep_what_they_put_beside_ours(patched_tree):
+    folder = (patched_tree / "vllm/model_executor/layers/dflash2/__init__.py").parent
+    (folder / "theirs.txt").write_text("theirs")
+    assert call("--root", patched_tree, "--revert").code == 0
+    assert [path.name for path in folder.iterdir()] == ["theirs.txt"]
+
+
+def test_others_keep_their_lines_in_record(patched_tree, template):
+    (wheel,) = patched_tree.glob("vllm*.dist-info/RECORD")
+    (before,) = template.glob("vllm*.dist-info/RECORD")
+    wheel.write_bytes(wheel.read_bytes() + b"theirs.py,,\n")
+    result = call("--root", patched_tree, "--revert")
+    assert result.code == 0
+    assert wheel.read_bytes() == before.read_bytes() + b"theirs.py,,\n"
+
+
+def test_a_tree_without_record(tree):
+    """Conda, editable and distribution packages may have none."""
+    (wheel,) = tree.glob("vllm*.dist-info/RECORD")
+    info = wheel.parent.rename(tree / "vllm-0.27.1.dist-info")
+    (info / "RECORD").unlink()
+    before = contents(tree)
+    assert call("--root", tree).code == 0
+    assert not (info / "RECORD").exists()
+    assert call("--root", tree, "--revert").code == 0
+    assert contents(tree) == before
+
+
+def test_check_and_status_open_nothing_for_writing(tree, monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError(f"writes: {arguments}")
+
+    before = snapshot(tree)
+    for name in ("replace", "unlink", "mkdir", "rmdir", "chmod", "rename", "remove", "symlink", "link", "utime"):
+        monkeypatch.setattr(os, name, refuse)
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *a, **o: refuse(path) if flags & 3 else real(path, flags, *a, **o))
+    assert call("--root", tree, "--check").code == 1
+    assert call("--root", tree, "--status").code == 0
+    monkeypatch.undo()
+    assert snapshot(tree) == before
+
+
+def test_revert_restores_everything(tree, template):
+    (tree / CAUSALITY).chmod(0o640)
+    before = {path: state[:2] for path, state in snapshot(tree).items()}
+    assert call("--root", tree).code == 0
+    assert (tree / CAUSALITY).stat().st_mode & 0o777 == 0o640
+    assert call("--root", tree, "--revert").code == 0
+    assert {path: state[:2] for path, state in snapshot(tree).items()} == before
+    again = call("--root", tree, "--revert")
+    assert again.code == 0 and "Nothing to revert" in again.out
+
+
+def test_new_files_can_be_read_by_those_who_read_vllm(tree):
+    previous = os.umask(0o077)
+    try:
+        assert call("--root", tree).code == 0
+    finally:
+        os.umask(previous)
+    like = (tree / "vllm/__init__.py").stat()
+    report = json.loads((tree / HOME / "record.json").read_text())
+    for path, (before, _) in report["files"].items():
+        if before is None:
+            assert (tree / path).stat().st_mode == like.st_mode, path
+
+
+def test_others_owner_is_kept(tree):
+    if os.getuid() != 0:
+        pytest.skip("only root can give files to someone else")
+    for path in [tree, *tree.rglob("*")]:
+        os.chown(path, 12345, 12345)
+    assert call("--root", tree).code == 0
+    assert {path.stat().st_uid for path in tree.rglob("*")} == {12345}
+
+
+def test_a_failing_lock_is_no_failure(tree, monkeypatch):
+    """Some network file systems have none."""
+    import fcntl
+
+    def refuse(*arguments):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert call("--root", tree).code == 0
+
+
+def test_a_writer_waits_for_another(tree):
+    with _tree.locked(tree, exclusive=True):
+        process = subprocess.Popen(
+            [PYTHON, "apply_all.py", "--root", tree, "--check"], cwd=REPO, stdout=subprocess.DEVNULL
+        )
+        time.sleep(1.5)
+        assert process.poll() is None
+    assert process.wait() == 1
+
+
+def test_the_plan_is_pure(template):
+    """One survey reads each file once and writes none; its result depends on nothing else."""
+    asked = []
+    read = _tree.reader(template)
+
+    def spy(path):
+        asked.append(path)
+        return read(path)
+
+    first = _patchlib.survey(spy, "0.27.1", patch_set())
+    assert len(asked) == len(set(asked))
+    assert _patchlib.survey(read, "0.27.1", patch_set()) == first
+
+
+def test_overlaps_that_only_the_tree_shows(tree):
+    """Two scopes, one inside the other, whose anchors meet in one line."""
+    anchor = "    if override is not None:\n"
+    one = Hunk(CAUSALITY, "_dflash_layer_causal", anchor, "    if override or override is False:\n")
+    other = Hunk(CAUSALITY, "", "def _dflash_layer_causal(config: Qwen3Config, layer_idx: int) -> bool:\n", "")
+    text = (tree / CAUSALITY).read_text()
+    start = text.index(other.old)
+    old = text[start : text.index(anchor) + len(anchor)]
+    other = Hunk(CAUSALITY, "", old, old + "        pass\n    if override is not None:\n")
+    both = patch_set([Patch("one", "", "", None, "", hunks=(one,)), Patch("two", "", "", None, "", hunks=(other,))])
+    before = snapshot(tree)
+    result = call("--root", tree, patch_set=both)
+    assert result.code == 3 and "patch one: a hunk overlaps one of patch two" in result.err
+    assert snapshot(tree) == before

@@ -240,6 +240,6 @@ def python_parts(text: str) -> set[str]:
 
     def parses(before: str, after: str) -> bool:
         after = inner + after if after == "pass" else after
-        return syntax_error(before + opened + text + after, ast.parse) is None
+        return any(syntax_error(before + block + text + after, ast.parse) is None for block in {opened, ""})
 
     return {kind for kind, around in _SURROUNDINGS.items() if any(parses(*pair) for pair in around)}

@@ -361,9 +361,17 @@ def _names(text: str) -> frozenset[str]:
         elif hasattr(statement, "name"):
             names.add(statement.name)
         else:
-            bound = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
-            names |= {node.id for node in bound if isinstance(node.ctx, ast.Store)}
+            names |= {name.id for name in _own_names(statement) if isinstance(name.ctx, ast.Store)}
     return frozenset(names)
+
+
+def _own_names(node: ast.AST) -> Iterator[ast.Name]:
+    """Names in a statement, not those in the statements below it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Name):
+            yield child
+        elif not isinstance(child, ast.stmt):
+            yield from _own_names(child)
 
 
 def resolves(read: Read, module: str, name: str | None) -> bool:

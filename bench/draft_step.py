@@ -111,37 +111,44 @@ def find_speculator(llm: LLM):
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
 
 
-def without_conv():
-    yield patch(f"{MODEL}.conv_side0", lambda x, delta, base, block: x)
-    yield patch(f"{MODEL}.conv_side1_add_norm", lambda y, delta, base, residual, *_: (y, residual))
+class Stubs:
+    """What stands in for each piece: nothing runs, and the GEMMs behind it still get normal numbers
+    (a GEMM is faster on zeros, and slower rows behind NaN would not be the drafter's)."""
 
+    def __init__(self, speculator, rows: int, k: int):
+        config = speculator.draft_model_config.hf_config
+        normal = torch.randn(rows, config.intermediate_size, dtype=torch.bfloat16, device="cuda")
+        self.wide, self.hidden = normal, normal[:, : config.hidden_size].contiguous()
+        self.scores = torch.zeros(rows, k, device="cuda")
+        self.ids = torch.arange(k, device="cuda").expand(rows, k).contiguous()
+        self.model = speculator.model.model
 
-def without_norm_and_rope():
-    yield patch(f"{MODEL}.rms_norm", lambda x, norm: x)
-    yield patch("vllm._custom_ops.fused_qk_norm_rope", lambda *_: None)
+    def conv(self):
+        def side1(y, delta, base, residual, *_):
+            return self.hidden[: len(y)], residual
 
+        yield patch(f"{MODEL}.conv_side0", lambda x, *_: self.hidden[: len(x)])
+        yield patch(f"{MODEL}.conv_side1_add_norm", side1)
 
-def without_activation():
-    def linear_only(mlp, x):
-        gate_up, _ = mlp.gate_up_proj(x)
-        return mlp.down_proj(gate_up[:, : gate_up.shape[1] // 2])[0]
+    def norm_and_rope(self):
+        yield patch(f"{MODEL}.rms_norm", lambda x, norm: self.hidden[: len(x)])
+        yield patch("vllm._custom_ops.fused_qk_norm_rope", lambda *_: None)
 
-    yield patch(f"{MODEL}.swiglu", linear_only)
+    def activation(self):
+        def linear_only(mlp, x):
+            mlp.gate_up_proj(x)
+            return mlp.down_proj(self.wide[: len(x)])[0]
 
+        yield patch(f"{MODEL}.swiglu", linear_only)
 
-def without_top_k(rows: int, k: int):
-    values = torch.zeros(rows, k, device="cuda")
-    ids = torch.arange(k, device="cuda").expand(rows, k).contiguous()
-    yield patch(f"{TOP_K}.top_k", lambda logits, k, *_: (values[: len(logits)], ids[: len(logits)]))
+    def top_k(self):
+        yield patch(f"{TOP_K}.top_k", lambda x, *_: (self.scores[: len(x)], self.ids[: len(x)]))
 
+    def walk(self):
+        yield patch(f"{SPECULATOR}.walk", lambda *_, **__: None)
 
-def without_walk():
-    yield patch(f"{SPECULATOR}.walk", lambda *_, **__: None)
-
-
-def without_embedding(speculator, rows: int):
-    embeds = torch.randn(rows, speculator.hidden_size, dtype=torch.bfloat16, device="cuda")
-    yield patch.object(speculator.model.model, "embed_input_ids", lambda ids: embeds[: len(ids)])
+    def embedding(self):
+        yield patch.object(self.model, "embed_input_ids", lambda ids: self.hidden[: len(ids)])
 
 
 def graphs(speculator, stubs) -> DFlashCudaGraphManager:
@@ -190,20 +197,20 @@ def fill_inputs(speculator, batch: int) -> None:
     speculator.seeds[:batch].copy_(requests)
 
 
-def replay_time(manager, batch: int, steps: int, repeats: int = 60) -> float:
-    """Median microseconds of one replay; the weights alone are many times the L2."""
-    desc = next(d for d in manager.graphs if d.num_reqs == batch)
-    for _ in range(5):
-        manager.run_fullgraph(desc)
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        manager.run_fullgraph(desc)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
+def replay_times(managers: dict[str, DFlashCudaGraphManager], batch: int, rounds: int = 40) -> dict[str, float]:
+    """Median microseconds of one replay of every variant, taken in turn so that the card's clocks
+    and temperature are the same for all. The weights alone are many times the L2."""
+    times: dict[str, list[float]] = {name: [] for name in managers}
+    for _ in range(rounds + 3):
+        for name, manager in managers.items():
+            desc = next(d for d in manager.graphs if d.num_reqs == batch)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            manager.run_fullgraph(desc)
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1000)
+    return {name: statistics.median(values[3:]) for name, values in times.items()}
 
 
 def main() -> int:
@@ -215,37 +222,26 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp())
     write_configs(folder, args.architecture)
     speculator = find_speculator(make_engine(folder, batches))
-    rows, k = max(batches) * (STEPS + 1), 16
-
+    stubs = Stubs(speculator, max(batches) * (STEPS + 1), 16)
     pieces = {
-        "conv, add, norm": lambda: without_conv(),
-        "norm, rope": lambda: without_norm_and_rope(),
-        "activation": lambda: without_activation(),
-        "top-k": lambda: without_top_k(rows, k),
-        "walk": lambda: without_walk(),
-        "embedding": lambda: without_embedding(speculator, rows),
+        "conv, add, norm": stubs.conv,
+        "norm, rope": stubs.norm_and_rope,
+        "activation": stubs.activation,
+        "top-k": stubs.top_k,
+        "walk": stubs.walk,
+        "embedding": stubs.embedding,
     }
-    variants = {"step": (), **pieces, "floor": None}
-    times = {}
-    for name, stubs in variants.items():
-        if name == "step":
-            chosen = []
-        elif name == "floor":
-            chosen = [stub for piece in pieces.values() for stub in piece()]
-        else:
-            chosen = list(stubs())
-        manager = graphs(speculator, chosen)
-        for batch in batches:
-            fill_inputs(speculator, batch)
-            times[name, batch] = replay_time(manager, batch, STEPS)
-        del manager
+    managers = {"step": graphs(speculator, [])}
+    managers |= {name: graphs(speculator, piece()) for name, piece in pieces.items()}
+    managers["floor"] = graphs(speculator, [stub for piece in pieces.values() for stub in piece()])
 
     columns = ["batch", "step", "floor", "ratio", "goal", *pieces]
     table = []
     for batch in batches:
-        step, floor = times["step", batch], times["floor", batch]
-        row = [batch, step, floor, step / floor, GOALS[batch]]
-        table.append(row + [step - times[name, batch] for name in pieces])
+        fill_inputs(speculator, batch)
+        times = replay_times(managers, batch)
+        row = [batch, times["step"], times["floor"], times["step"] / times["floor"], GOALS[batch]]
+        table.append(row + [times["step"] - times[name] for name in pieces])
     print("  ".join(f"{c:>15}" for c in columns))
     for row in table:
         print("  ".join(f"{x:>15}" if isinstance(x, int) else f"{x:>15.2f}" for x in row))

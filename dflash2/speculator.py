@@ -16,8 +16,12 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Config
 from vllm.triton_utils import HAS_TRITON, tl, triton
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
+    DFlashSpeculator,
+    prepare_dflash_inputs,
+)
 
 logger = init_logger(__name__)
 
@@ -246,6 +250,50 @@ class DFlash2Speculator(DFlashSpeculator):
         """
         super().reset_slot(req_idx)
         self.cached_ids[req_idx].zero_()
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        self._compile_input_kernel()
+
+    def _compile_input_kernel(self) -> None:
+        """Compile the input kernel for every block size it may choose.
+
+        The size follows the longest prompt chunk of a batch, and a dummy run
+        meets one of them; the others would be compiled while a request waits.
+        """
+        gid = self.draft_kv_cache_group_id
+        one = torch.ones(1, dtype=torch.int32, device=self.device)
+        for block in (16, 32, 64, 128, 256):
+            num_tokens = block - self.num_query_per_req
+            if not 0 < num_tokens <= self.max_num_tokens:
+                continue
+            prepare_dflash_inputs(
+                self.input_buffers,
+                self.block_tables.slot_mappings[gid],
+                self.context_positions,
+                self._context_slot_mappings[0],
+                self.sample_indices,
+                self.sample_pos,
+                self.sample_idx_mapping,
+                self.temperature,
+                self.seeds,
+                InputBatch.make_dummy(1, num_tokens, self.input_buffers),
+                one,
+                torch.zeros_like(one),
+                torch.zeros(self.max_num_reqs, 1, dtype=torch.int64, device=self.device),
+                torch.zeros(1, self.max_num_reqs, dtype=torch.int32, device=self.device),
+                self.temperature,
+                self.seeds,
+                self.block_tables.input_block_tables[gid],
+                self.block_tables.kernel_block_sizes[gid],
+                self.parallel_drafting_token_id,
+                self.num_query_per_req,
+                self.num_speculative_steps,
+                self.max_num_reqs,
+                self.max_num_tokens,
+                self.max_model_len,
+                self.sample_from_anchor,
+            )
 
     def _generate_draft(
         self,

@@ -66,7 +66,8 @@ PATCH = Patch(
         start = shard.org_vocab_start_index
         owned = max(min(shard.org_vocab_end_index, self.org_vocab_size) - start, 0)
         scores, ids = top_k(logits, min(k, owned), owned)
-        ids = ids + start
+        if start:
+            ids = ids + start
         if lm_head.tp_size > 1:
             # A shard smaller than k fills up with what sorts behind every token.
             short = (0, k - scores.shape[1])
@@ -79,7 +80,8 @@ PATCH = Patch(
             scores = pairs[..., 0].gather(-1, order).view(torch.float32)
             scores, order = scores.sort(dim=-1, descending=True, stable=True)
             scores, ids = scores[:, :k], ids.gather(-1, order)[:, :k]
-        scores = scores * self.scale
+        if self.scale != 1.0:
+            scores = scores * self.scale
         if self.soft_cap is not None:
             scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
         return ids, scores

@@ -1,0 +1,144 @@
+"""The selector: scores, walk and cached proposal of a draft, in one kernel.
+
+    python bench/walk.py [--out DIR] [--upstream FOLDER_WITH_VLLM_0.33.0]
+
+Needs a vLLM 0.27.1 that this tool was applied to. Correctness against float32 comes first. "upstream
+edges" is its kernel that scores every candidate after every other; its walk and its cache come on top.
+"torch" is the same walk in PyTorch, which also reads back one token a step.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from _common import empty_kernel_time, load_upstream, time_graph, write
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
+
+VOCAB = 248320
+CASES = [(batch, 16, 256, 7) for batch in (1, 2, 4, 8, 16, 32, 64, 128)]
+CASES += [(8, k, 256, 7) for k in (4, 32, 64)] + [(8, 16, 64, 7), (8, 16, 256, 15)]
+SETS = 8  # drafts of different candidates, so that a codebook row is as cold as in a serve
+
+
+def inputs(batch, k, rank, steps):
+    """One draft's worth of random inputs, and the slots it is cached in."""
+    rows = batch * steps
+    ids = torch.randint(0, VOCAB // k, (rows, k), device="cuda") * k + torch.arange(k, device="cuda")
+    return {
+        "draft_tokens": torch.zeros(batch, steps, dtype=torch.int64, device="cuda"),
+        "candidate_ids": ids,
+        "unary": torch.randn(rows, k, device="cuda"),
+        "hidden": torch.randn(rows, rank, device="cuda", dtype=torch.bfloat16),
+        "anchors": torch.randint(0, VOCAB, (batch,), device="cuda", dtype=torch.int32),
+        "idx_mapping": torch.arange(batch, device="cuda", dtype=torch.int32).repeat_interleave(steps),
+        "sample_pos": torch.arange(rows, device="cuda"),
+        "temperature": (torch.arange(batch, device="cuda") % 2 * 0.7).float(),
+        "seeds": torch.arange(batch, device="cuda"),
+    }
+
+
+def shared(batch, k, rank, steps):
+    """The codebooks and the cached proposal."""
+    books = [torch.randn(VOCAB, rank, device="cuda", dtype=torch.bfloat16) / rank**0.5 for _ in range(2)]
+    return {
+        "predecessor_codebook": books[0],
+        "successor_codebook": books[1],
+        "draft_logits": torch.full((batch, steps, VOCAB), float("-inf"), device="cuda"),
+        "cached_ids": torch.zeros(batch, steps, k, dtype=torch.int64, device="cuda"),
+    }
+
+
+def torch_scores(draft, common, step, token):
+    """Scores [batch, K] of one step in float32, after each request's `token`."""
+    steps = draft["draft_tokens"].shape[1]
+    ids = draft["candidate_ids"].view(-1, steps, draft["unary"].shape[1])[:, step]
+    hidden = draft["hidden"].view(len(ids), steps, -1)[:, step].float()
+    gate = common["predecessor_codebook"][token].float() * hidden
+    successors = common["successor_codebook"][ids].float()
+    return ids, draft["unary"].view(len(ids), steps, -1)[:, step] + torch.einsum("bkr,br->bk", successors, gate)
+
+
+def torch_walk(draft, common):
+    """The greedy walk in PyTorch."""
+    token = draft["anchors"].long()
+    for step in range(draft["draft_tokens"].shape[1]):
+        ids, scores = torch_scores(draft, common, step, token)
+        token = ids.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+        draft["draft_tokens"][:, step] = token
+
+
+def check(case):
+    """Every cached row is scores / T of the token that was drawn before it, and -inf elsewhere."""
+    common = shared(*case)
+    for _ in range(2):
+        draft = inputs(*case)
+        walk(**draft, **common)
+        token = draft["anchors"].long()
+        temperature = torch.where(draft["temperature"] == 0, 1.0, draft["temperature"])[:, None]
+        for step in range(case[3]):
+            ids, scores = torch_scores(draft, common, step, token)
+            expected = torch.full_like(common["draft_logits"][:, step], float("-inf"))
+            expected.scatter_(1, ids, scores / temperature)
+            torch.testing.assert_close(common["draft_logits"][:, step], expected, rtol=1e-3, atol=1e-3)
+            token = draft["draft_tokens"][:, step]
+            drawn = scores.gather(1, (ids == token[:, None]).int().argmax(1, keepdim=True))[:, 0]
+            greedy = draft["temperature"] == 0
+            assert bool((ids == token[:, None]).any(1).all()), "a token that was no candidate"
+            assert bool((drawn >= scores.max(1).values - 1e-3)[greedy].all()), "greedy did not take the best"
+
+
+def measure(case, edges):
+    batch, k, rank, steps = case
+    common, drafts = shared(*case), [inputs(*case) for _ in range(SETS)]
+    row = {"batch": batch, "K": k, "rank": rank, "S": steps}
+    row["ours"] = time_graph([lambda d=d: walk(**d, **common) for d in drafts])
+    row["torch"] = time_graph([lambda d=d: torch_walk(d, common) for d in drafts])
+    row["upstream edges"] = None
+    if edges:
+        row["upstream edges"] = time_graph(
+            [
+                lambda d=d: edges(
+                    common["predecessor_codebook"],
+                    common["successor_codebook"],
+                    d["candidate_ids"].view(batch, steps, k),
+                    d["unary"].view(batch, steps, k),
+                    d["hidden"].view(batch, steps, rank),
+                    d["anchors"],
+                    k,
+                )
+                for d in drafts
+            ]
+        )
+    return row
+
+
+def plot(axes, rows):
+    rows = [row for row in rows if (row["K"], row["rank"], row["S"]) == (16, 256, 7)]
+    for name in ("ours", "torch", "upstream edges"):
+        if rows[0][name] is not None:
+            axes.plot([row["batch"] for row in rows], [row[name] for row in rows], marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs", title="Selector: walk, scores and cached q")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for walk.md, walk.json and walk.png")
+    parser.add_argument("--upstream", type=Path, help="folder that holds vllm 0.33.0, unpacked from its wheel")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this benchmark needs a GPU")
+    edges = None
+    if args.upstream:
+        path = args.upstream / "vllm/models/beam/nvidia/dflash2_ops.py"
+        if not path.is_file():
+            raise SystemExit(f"error: no {path}; --upstream takes a folder that holds vllm 0.33.0")
+        _, edges = load_upstream(path, "_candidate_edges_kernel", "candidate_edges")
+    for case in CASES:
+        check(case)
+    print(f"{len(CASES)} of {len(CASES)} cases within rounding of float32; an empty kernel {empty_kernel_time():.2f} µs")
+    rows = [measure(case, edges) for case in CASES]
+    write(args.out, "walk", {"One draft, µs": rows}, lambda axes: plot(axes, rows))
+
+
+if __name__ == "__main__":
+    main()

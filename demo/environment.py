@@ -45,7 +45,7 @@ def ensure(venv, requirements, say=print):
     for name in requirements:
         digest = hashlib.sha256((REPO / name).read_bytes()).hexdigest()
         if installed.get(name) != digest:
-            say(f"installing {name} into {venv} ({SIZES.get(name, 'seconds')})")
+            say(f"installing {name} into {venv.name} ({SIZES.get(name, 'seconds')})")
             install(python, name)
             installed[name] = digest
             record.write_text(json.dumps(installed, indent=1))

@@ -9,9 +9,12 @@ It reaches into private parts of one Triton release and refuses any other.
 
 import importlib.metadata
 import os
+import sys
 import types
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+if "triton" in sys.modules:  # its own functions are compiled ones then, and cannot be called
+    raise SystemExit("error: demo/interpret.py must be imported before triton, and before vLLM, which imports it")
+os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np  # noqa: E402
 import triton  # noqa: E402

@@ -23,14 +23,14 @@ def main(arguments=None):
     args = parse(arguments)
     step(1, "an environment with vLLM 0.27.1")
     python = environment(args)
-    print(f"using {python}")
+    print(f"using {shown(python)}")
     step(2, "apply_all.py: put DFlash2 into it")
     run(python, REPO / "apply_all.py")
     step(3, "apply_all.py --check: is it really there?")
     print(run(python, REPO / "apply_all.py", "--check", stdout=subprocess.PIPE).splitlines()[-1])
     step(4, "draft with the bundled tiny pair")
     run(python, REPO / "demo/draft.py", *(["--gpu"] if args.gpu else []))
-    print(f"\nTo take it out again: {python} {REPO / 'apply_all.py'} --revert")
+    print(f"\nTo take it out again: {shown(python)} {shown(REPO / 'apply_all.py')} --revert")
 
 
 def parse(arguments):
@@ -42,6 +42,10 @@ def parse(arguments):
 
 def step(number, what):
     print(f"\n[{number}/{STEPS}] {what}", flush=True)
+
+
+def shown(path):
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path
 
 
 def environment(args):

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,21 @@ def copy_tree(site, destination):
             folder, destination / folder.name, copy_function=copy_file, ignore=shutil.ignore_patterns("__pycache__")
         )
     return destination
+
+
+def venv_around(tree):
+    """A virtual environment whose only vLLM is `tree`; everything else is this Python's own packages.
+
+    Returns its folder, inside `tree`'s parent. `tree` moves into it: its old path is a link.
+    """
+    venv = tree.parent / f"{tree.name}-venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    (tree / "others.pth").write_text(sysconfig.get_path("purelib"))
+    site.rmdir()
+    tree.rename(site)
+    tree.symlink_to(site)
+    return venv
 
 
 def apply_all(*arguments, cwd=REPO):

@@ -345,6 +345,8 @@ def judge(text: str | None, hunk: Hunk, beside: Iterable[Hunk] = (), applied: bo
             return lost, _scope_count(text, hunk.scope) + difference(text, hunk.scope, hunk.old)
         old, new = _old_and_new(text, hunk, beside)
     except Problem as error:
+        if error.verdict is None:
+            raise
         return lost, str(error)
     if len(new) == 1 and not old:
         return "NOOP", "the new text is there"

@@ -1,6 +1,7 @@
 """All or nothing: a failure at any step of writing leaves every byte as it was, and a killed process can be undone."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -265,8 +266,6 @@ def test_others_owner_is_kept(tree):
 
 def test_a_failing_lock_is_no_failure(tree, monkeypatch):
     """Some network file systems have none."""
-    import fcntl
-
     def refuse(*arguments):
         raise OSError(errno.EBADF, "Bad file descriptor")
 

@@ -83,13 +83,13 @@ class World:
             return random.normal(size=shape).astype(np.float32)
 
         self.case = case
-        # [position, predecessor, V]: logits of the token at that position
-        target = normal(reach, V, V)
-        # [anchor position, anchor token, step, V]: proposals for a position are much alike in every
-        # round, as a good drafter's are; that is what shows noise which comes back in the next round.
+        # Flat enough that rejections are common, and proposals for a position much alike in every
+        # round: that shows noise which comes back in the next round.
+        # target [position, predecessor, V]; drafter's tables [anchor position, anchor token, step, ...]
+        target = 0.5 * normal(reach, V, V)
         drafted = np.arange(ENOUGH)[:, None] + 1 + np.arange(case.steps)
         shape = (ENOUGH, V, case.steps, V)
-        unary = normal(reach, V)[drafted][:, None] + 0.1 * normal(*shape)
+        unary = 0.5 * normal(reach, V)[drafted][:, None] + 0.1 * normal(*shape)
         hidden = normal(reach, RANK)[drafted][:, None] + 0.1 * normal(*shape[:3], RANK)
         ids = np.argsort(-unary, -1)[..., : case.k]
         tables = {
@@ -97,8 +97,8 @@ class World:
             "ids": np.ascontiguousarray(ids),
             "unary": np.take_along_axis(unary, ids, -1),
             "hidden": hidden,
-            "predecessor": 0.5 * normal(V, RANK),
-            "successor": 0.5 * normal(V, RANK),
+            "predecessor": 0.4 * normal(V, RANK),
+            "successor": 0.4 * normal(V, RANK),
         }
         for name, table in tables.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(table)).to(device))
@@ -132,7 +132,7 @@ class Slots:
         # As users choose seeds, and as vLLM does for those who do not.
         wide = (samples * -7046029254386353131) ^ (samples << 29)
         self.seed[slots] = torch.where(samples % 3 == 0, samples, wide)
-        self.start[slots] = samples * 7919 % 30011
+        self.start[slots] = 1 + samples * 7919 % 30011
         self.token[slots] = World.FIRST
         for name in ("rel", "emitted", "rounds"):
             getattr(self, name)[slots] = 0

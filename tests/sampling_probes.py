@@ -409,6 +409,7 @@ def serve():
     found = {"batches": list(batches)}
     batches.clear()
     found["joined"], found["joined batches"] = joined("second"), list(batches)
+    found["joined again"] = joined("again")
     DFlash2Speculator.reset_slot = lambda self, slot: None
     found["not reset"] = joined("third")
     return found

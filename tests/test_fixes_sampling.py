@@ -86,6 +86,10 @@ def test_padded_drafts_are_not_emitted_unseen(served):
     assert served["joined"][:S] != [0] * S
 
 
+def test_a_seeded_request_reproduces_in_the_engine(served):
+    assert served["joined again"] == served["joined"]
+
+
 def test_capture_touches_no_slot(found, before):
     assert found("captured_slots") == [-1]
     assert before("captured_slots") == [0]

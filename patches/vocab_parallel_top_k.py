@@ -64,8 +64,12 @@ PATCH = Patch(
         # added tokens behind it; only the slice may be chosen from.
         shard = lm_head.shard_indices
         start = shard.org_vocab_start_index
-        owned = max(min(shard.org_vocab_end_index, self.org_vocab_size) - start, 0)
-        scores, ids = top_k(logits, min(k, owned), owned)
+        owned = min(shard.org_vocab_end_index, self.org_vocab_size) - start
+        if owned > 0:
+            scores, ids = top_k(logits, min(k, owned), owned)
+        else:  # a small vocabulary leaves the last ranks padding alone
+            scores = logits.new_empty(len(logits), 0, dtype=torch.float32)
+            ids = logits.new_empty(len(logits), 0, dtype=torch.int64)
         if start:
             ids = ids + start
         if lm_head.tp_size > 1:

@@ -58,6 +58,11 @@ class DFlash2Config:
             ValueError: a key is missing or cannot be served; names it and its value.
         """
         given = getattr(hf_config, "dflash_config", None) or {}
+        if not given.get("use_aux_hidden_state", True):
+            raise ValueError(
+                "DFlash2 drafter: dflash_config.use_aux_hidden_state must be left out or true, "
+                "got False: it drafts from the target's hidden states."
+            )
         values = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
         for f in fields(cls):
             if f.default is MISSING and f.name not in values:

@@ -39,6 +39,7 @@ BAD = [
     ("target_layer_ids", []),
     ("output_multiplier", 0.0),
     ("output_multiplier", -1.0),
+    ("use_aux_hidden_state", False),
 ]
 
 

@@ -244,6 +244,7 @@ SHIPPED_SINCE = {
     "fa3-window": "0.30.0",
     "fa3-geometry": "0.29.0",
     "layer-window": "0.28.0",
+    "cached-last-block": "0.33.0",
     "nan-rows": "0.28.0",
     "block-verify-placeholders": "0.28.0",
     "float16-refused": None,

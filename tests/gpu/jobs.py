@@ -41,8 +41,8 @@ JOBS = [
     Job("eager-plain", "tiny", None, False, ("text",)),
     Job("hybrid-eager-plain", "hybrid", None, False, ("hybrid",)),
     Job("graphs-probabilistic", "tiny", "probabilistic", True, ("text", "sampled")),
-    Job("hybrid-eager", "hybrid", "probabilistic", False, ("hybrid", "hybrid_chunks")),
-    Job("hybrid-graphs", "hybrid", "probabilistic", True, ("hybrid", "hybrid_chunks")),
+    Job("hybrid-eager", "hybrid", "probabilistic", False, ("hybrid", "hybrid_chunks", "hybrid_accepted")),
+    Job("hybrid-graphs", "hybrid", "probabilistic", True, ("hybrid", "hybrid_chunks", "hybrid_accepted")),
     Job("graphs-greedy", "tiny", "greedy", True, ("text", "sampled")),
     Job("eager-probabilistic", "tiny", "probabilistic", False, ("text", "sampled")),
     Job("eager-greedy", "tiny", "greedy", False, ("text", "sampled")),
@@ -299,10 +299,14 @@ def is_malformed(answer, wanted: int) -> bool:
 
 
 def hybrid_prompts() -> list[list[int]]:
-    """Prompts of every kind of length, the last ones filling the model's context but for the answer."""
+    """Prompts of every kind of length, the first ones filling the model's context but for the answer.
+
+    In chunks of S + 1 tokens the long ones keep pieces of a prompt in front of requests that decode.
+    The last two wait for a slot: prompts of one token that join a decoding batch.
+    """
     chance = random.Random(1)
     full = hybrid.MAX_MODEL_LEN
-    lengths = [1, 7, 8, 9, 16, 64, 128, 255, 400, 544, full - 65, full - 64, full - 9, full - 8, full - 2, full - 1]
+    lengths = [full - left for left in (1, 2, 8, 9, 64, 65)] + [544, 400, 255, 128, 64, 16, 9, 8, 7, 1, 1, 1]
     return [[chance.randrange(2, hybrid.VOCABULARY - 1) for _ in range(length)] for length in lengths]
 
 
@@ -318,6 +322,32 @@ def hybrid_chunks(run: Run) -> dict:
     scheduler = run.llm.llm_engine.engine_core.engine_core.scheduler
     scheduler.scheduler_config.long_prefill_token_threshold = STEPS + 1
     return hybrid_run(run)
+
+
+def hybrid_accepted(run: Run) -> dict:
+    """As hybrid_chunks, but drafted from the texts themselves: 0 to S drafts are accepted a step."""
+    texts = [text["tokens"] for text in greedy(run.llm, hybrid_prompts(), run.arguments.tokens, False)]
+    run.llm.collective_rpc(draft_from, args=(texts, run.llm.request_counter.counter))
+    return hybrid_chunks(run)
+
+
+def draft_from(worker, texts: list[list[int]], first: int) -> None:
+    """From request number ``first`` on, every draft is the start of what its text goes on with, and wrong behind."""
+    import torch
+
+    speculator, done, chance = worker.model_runner.speculator, Counter(), random.Random(2)
+    propose = speculator.propose
+
+    def continued(input_batch, *others, **more):
+        drafts = propose(input_batch, *others, **more).clone()
+        for row, (name, sampled) in enumerate(zip(input_batch.req_ids, others[4].tolist(), strict=True)):
+            number = int(name.split("-")[0]) - first
+            done[number] += sampled
+            good = texts[number][done[number] :][: chance.randrange(STEPS + 1)]
+            drafts[row] = torch.tensor([*good, *[0] * STEPS][:STEPS])
+        return drafts
+
+    speculator.propose = continued
 
 
 def nan_rows(llm) -> dict:
@@ -340,6 +370,7 @@ PHASES = {
     "soak": soak,
     "hybrid": hybrid_run,
     "hybrid_chunks": hybrid_chunks,
+    "hybrid_accepted": hybrid_accepted,
 }
 
 

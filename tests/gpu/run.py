@@ -194,10 +194,17 @@ def latency_rows(phase: dict) -> list[Row]:
 
 def hybrid_rows(name: str, plain: dict, facts: dict) -> list[Row]:
     rows = []
-    for phase, label in (("hybrid", name), ("hybrid_chunks", f"{name}, chunks of {jobs.STEPS + 1}")):
+    phases = {
+        "hybrid": name,
+        "hybrid_chunks": f"{name}, chunks of {jobs.STEPS + 1}",
+        "hybrid_accepted": f"{name}, drafts that are accepted",
+    }
+    for phase, label in phases.items():
         done = facts[phase]
         rows.append(text_row(f"{label}: greedy text", plain["hybrid"], done["texts"], True))
         rows.append(Row(f"{label}: rows of q with NaN", str(done["nan_rows"]), done["nan_rows"] == 0))
+    accepted = facts["hybrid_accepted"]["acceptance"]
+    rows.append(Row(f"{name}: accepted drafts", f"{accepted:.2f} tokens a step", accepted > 2))
     return rows
 
 

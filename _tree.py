@@ -13,11 +13,11 @@ import hashlib
 import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from _patchdata import HOME
 from _patchlib import (
     RECORD,
     PatchSet,
@@ -219,7 +219,8 @@ def _restore(place: Path, before: _File | None) -> None:
     if before is None:
         place.unlink(missing_ok=True)
     elif before.link is not None:
-        beside = place.with_name(f".{place.name}.{os.getpid()}")
+        beside = _beside(place)
+        beside.unlink(missing_ok=True)
         os.symlink(before.link, beside)
         os.replace(beside, place)
     elif not place.exists() or place.read_bytes() != before.data:
@@ -230,9 +231,10 @@ def _restore(place: Path, before: _File | None) -> None:
 def _replace(place: Path, data: bytes, like: Path | os.stat_result) -> None:
     # Renaming breaks hard links and replaces a symlink by a private file: nothing outside the tree changes.
     like = like.stat() if isinstance(like, Path) else like
-    handle, beside = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
+    beside = _beside(place)
+    beside.unlink(missing_ok=True)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(beside, "xb") as file:
             file.write(data)
         _take_after(beside, like)
         os.replace(beside, place)
@@ -240,6 +242,11 @@ def _replace(place: Path, data: bytes, like: Path | os.stat_result) -> None:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
+
+
+def _beside(place: Path) -> Path:
+    """Where a file is written before it is renamed: always the same, so that a killed process leaves no litter for good."""
+    return place.with_name(f".{place.name}.dflash2")
 
 
 def _take_after(place: str | Path, like: os.stat_result) -> None:
@@ -367,8 +374,9 @@ def _write_all(journal: Journal, site: Site, report: Report, patch_set: PatchSet
 
 
 def _new_folders(root: Path, paths: Iterable[str]) -> tuple[str, ...]:
+    """Folders that we make, and ours that a killed process may have left: the outer ones first."""
     parents = {parent.as_posix() for path in paths for parent in Path(path).parents if parent.parts}
-    return tuple(sorted(parent for parent in parents if not (root / parent).exists()))
+    return tuple(sorted(p for p in parents if (p + "/").startswith(HOME + "/") or not (root / p).exists()))
 
 
 def revert(site: Site, force: bool) -> int:
@@ -421,6 +429,8 @@ def _put_back(journal: Journal, read: Read, record: Record) -> None:
     # The record goes before the originals: without it they are litter, without them it is a broken promise.
     for path in _ours(record):
         journal.remove(path)
+    for path in _touched(record):
+        _beside(journal.root / path).unlink(missing_ok=True)
     for folder in reversed(record.folders):
         journal.remove_folder(folder)
 

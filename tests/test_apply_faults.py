@@ -2,11 +2,14 @@
 
 import errno
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -68,8 +71,8 @@ def test_a_failure_at_each_step_is_rolled_back(tree, tmp_path, monkeypatch, name
     rehearsal = shutil.copytree(tree, tmp_path / "rehearsal")
     total = steps(monkeypatch, rehearsal, name)
     assert total or (name, start) == ("unlink", "pristine")
-    # Every fifth step and the last ones: each costs an application.
-    for step in sorted({*range(0, total, 5), *range(max(0, total - 3), total)}):
+    # Some on the way and the last two: each costs an application.
+    for step in sorted({*range(0, total, total // 5 + 1), *range(max(0, total - 2), total)}):
         fault = Fault(getattr(os, name), step, FULL)
         with monkeypatch.context() as patched:
             patched.setattr(os, name, fault)
@@ -103,6 +106,27 @@ def test_an_interrupt_is_rolled_back(tree, monkeypatch):
     assert contents(tree) == before
 
 
+def test_a_link_is_a_link_again_after_a_failure(tree, tmp_path, monkeypatch):
+    outside = tmp_path / "outside.py"
+    shutil.move(tree / CAUSALITY, outside)
+    (tree / CAUSALITY).symlink_to(outside)
+    before = contents(tree)
+    total = steps(monkeypatch, shutil.copytree(tree, tmp_path / "rehearsal", symlinks=True), "replace")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", Fault(os.replace, total - 1, FULL))
+        assert call("--root", tree).code == 3
+    assert (tree / CAUSALITY).readlink() == outside and contents(tree) == before
+
+
+def test_bytecode_that_is_kept_elsewhere(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache"))
+    compiled = Path(importlib.util.cache_from_source(str(tree / CAUSALITY)))
+    compiled.parent.mkdir(parents=True)
+    compiled.write_bytes(b"stale")
+    assert call("--root", tree).code == 0
+    assert not compiled.exists()
+
+
 def test_where_nothing_can_be_put_back_it_says_so(tree, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", Fault(os.replace, 40, FULL, lasting=True))
@@ -112,7 +136,7 @@ def test_where_nothing_can_be_put_back_it_says_so(tree, monkeypatch):
     assert call("--root", tree, "--revert").code == 0
 
 
-@pytest.mark.parametrize("renames", [5, 20, 35, 45])
+@pytest.mark.parametrize("renames", [5, 35])
 def test_a_killed_process_is_undone_by_revert(tree, template, renames):
     """Killed outright, nothing can roll back: the record is there before the first change, so --revert can."""
     code = (
@@ -133,8 +157,9 @@ def test_a_killed_process_is_undone_by_revert(tree, template, renames):
         assert call("--root", tree, "--revert").code == 0
     else:
         assert not changed
-    assert call("--root", tree).code == 0
-    assert call("--root", tree, "--check").code == 0
+        assert call("--root", tree).code == 0
+        assert call("--root", tree, "--revert").code == 0
+    assert contents(tree) == contents(template)
 
 
 def test_what_was_written_is_read_back(tree, monkeypatch):

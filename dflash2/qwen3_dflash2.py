@@ -21,6 +21,7 @@ from vllm.compilation.decorators import ignore_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.dflash2.context_kv import ContextKVWriter
 from vllm.model_executor.layers.dflash2.conv import conv_side0, conv_side1_add_norm
+from vllm.model_executor.layers.dflash2.swiglu import silu_and_mul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -232,11 +233,9 @@ def attention(
 
 
 def swiglu(mlp: Qwen2MLP, x: torch.Tensor) -> torch.Tensor:
-    """`mlp` of x [rows, hidden_size], by vLLM's kernel."""
+    """`mlp` of x [rows, hidden_size]."""
     gate_up, _ = mlp.gate_up_proj(x)
-    act = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    torch.ops._C.silu_and_mul(act, gate_up)
-    return mlp.down_proj(act)[0]
+    return mlp.down_proj(silu_and_mul(gate_up))[0]
 
 
 class DFlash2Conv(nn.Module):

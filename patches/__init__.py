@@ -77,6 +77,7 @@ INSTALLED = {
     "dflash2/layers.py": "vllm/model_executor/layers/dflash2/__init__.py",
     "dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",
     "dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
+    "dflash2/swiglu.py": "vllm/model_executor/layers/dflash2/swiglu.py",
     "dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
     "dflash2/beam/__init__.py": "vllm/models/beam/__init__.py",
     "dflash2/beam/nvidia.py": "vllm/models/beam/nvidia/__init__.py",

@@ -30,7 +30,7 @@ SHAPES = [
 ]
 BLOCK = 8
 SIDE_0_CHOICES = [(512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8)]  # columns, warps
-SIDE_1_CHOICES = [4, 8, 16, 32]  # warps
+SIDE_1_CHOICES = [2, 4, 8, 16]  # warps
 
 
 def make_site(batch, hidden, taps):

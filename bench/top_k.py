@@ -25,16 +25,14 @@ SHAPES = [
     *((32, vocab, 16, torch.bfloat16) for vocab in (151936, 202048)),
     *((batch, 248320, 16, torch.float32) for batch in (1, 32)),
 ]
-TILES = {
+TILES = {  # piece, group, sets, slots, warps, stages
     16: [
-        (4096, 64, 64, 4), (8192, 64, 64, 4), (8192, 64, 64, 8), (16384, 64, 64, 8), (16384, 64, 64, 16),
-        (32768, 64, 64, 16), (8192, 32, 64, 8), (16384, 128, 32, 8), (8192, 32, 128, 4), (16384, 32, 64, 8),
+        (16384, 64, 64, 64, 8, 1), (16384, 64, 64, 64, 16, 1), (32768, 64, 64, 64, 16, 1), (8192, 64, 64, 64, 8, 1),
+        (8192, 64, 64, 64, 8, 3), (16384, 64, 64, 64, 16, 3), (16384, 64, 32, 32, 16, 1), (16384, 128, 64, 32, 16, 1),
     ],
-    64: [
-        (8192, 32, 16, 8), (8192, 32, 32, 8), (8192, 16, 16, 8), (16384, 32, 16, 8), (16384, 32, 16, 16),
-        (16384, 16, 16, 16),
-    ],
+    64: [(16384, 32, 128, 128, 16, 1), (16384, 32, 128, 128, 8, 1), (16384, 64, 128, 128, 16, 1), (16384, 32, 256, 128, 16, 1)],
 }  # fmt: skip
+PIECES = {1: (1, 2), 8: (1, 2, 4), 32: (1, 2, 4, 8)}  # batch: pieces a program
 
 
 def compile_one(job):
@@ -47,15 +45,14 @@ def compile_one(job):
 
 
 def jobs(cases, tiles):
-    """One job a compilation: what is specialised on is the tile, padded k, tree size and divisibility by 16."""
+    """One job a compilation: what is specialised on is the tile, the number of groups and divisibility by 16."""
     found = {}
     wanted = [(1, c.vocab, c.k, c.dtype, c.valid or c.vocab, c.stride, None) for c in cases]
     wanted += [(1, v, k, dtype, v, 0, None) for _, v, k, dtype in SHAPES]
     wanted += [(1, 248320, k, torch.bfloat16, 248320, 0, tile) for k, tile in tiles]
     for job in wanted:
         _, vocab, k, dtype, valid, stride, tile = job
-        padded = max(2, 1 << (k - 1).bit_length())
-        key = (padded, valid.bit_length(), valid % 16 == 0, (vocab + stride) % 16 == 0, dtype, tile)
+        key = (k > 16, max(12, (valid - 1).bit_length()), valid % 16 == 0, (vocab + stride) % 16 == 0, dtype, tile)
         found.setdefault(key, job)
     return list(found.values())
 
@@ -65,10 +62,10 @@ def input_sets(rows, vocab, dtype):
     return [torch.randn(rows, vocab, device="cuda").mul_(4).to(dtype) for _ in range(count)]
 
 
-def time_ours(top_k, sets, k, tile):
+def time_ours(top_k, sets, k, tile, pieces=None):
     rows, vocab = sets[0].shape
     workspace = top_k.make_workspace(rows, vocab, k, sets[0].dtype, "cuda", tile)
-    return time_graph([lambda x=x: top_k.launch(x, k, vocab, tile, workspace) for x in sets])
+    return time_graph([lambda x=x: top_k.launch(x, k, vocab, tile, workspace, pieces) for x in sets])
 
 
 def measure(top_k, shape, bandwidth, flashinfer):
@@ -96,12 +93,15 @@ def measure(top_k, shape, bandwidth, flashinfer):
 
 
 def sweep(top_k, tiles):
-    """Microseconds at batch 1, 8 and 32 of each tile."""
-    rows = {batch: input_sets(batch * STEPS, 248320, torch.bfloat16) for batch in (1, 8, 32)}
+    """Microseconds of each tile at batch 1, 8 and 32, by pieces a program."""
+    rows = {batch: input_sets(batch * STEPS, 248320, torch.bfloat16) for batch in PIECES}
     return [
-        {"K": k, "chunk": tile[0], "group": tile[1], "fan": tile[2], "warps": tile[3]}
-        | {f"batch {b}": time_ours(top_k, sets, k, top_k.Tile(*tile)) for b, sets in rows.items()}
-        | {"batch 1, in L2": time_ours(top_k, rows[1][:1], k, top_k.Tile(*tile))}
+        {"K": k, **top_k.Tile(*tile)._asdict()}
+        | {
+            f"batch {b} by {p}": time_ours(top_k, sets, k, top_k.Tile(*tile), p)
+            for b, sets in rows.items()
+            for p in PIECES[b]
+        }
         for k, tile in tiles
     ]
 

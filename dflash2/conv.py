@@ -109,7 +109,7 @@ def launch_side0(x, delta, base, block, groups, columns=SIDE_0_COLUMNS, warps=SI
         GROUPS=groups,
         TAPS=base.shape[1],
         COLUMNS=columns,
-        RUN=_run(hidden // groups, columns),
+        RUN=_run(x, groups),
         num_warps=warps,
     )
     return out
@@ -142,7 +142,7 @@ def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warp
         GROUPS=groups,
         TAPS=base.shape[1],
         COLUMNS=columns,
-        RUN=_run(hidden // groups, columns),
+        RUN=_run(y, groups),
         num_warps=warps or side1_warps(columns),
     )
     return normed, total
@@ -154,9 +154,14 @@ def side1_warps(columns: int) -> int:
     return max(1, min(16, columns // 1024))
 
 
-def _run(group: int, columns: int) -> int:
-    """The largest power of two that divides the group and is no wider than a few vector loads."""
-    return min(group & -group, columns, 64)
+def _run(x: torch.Tensor, groups: int) -> int:
+    """Consecutive columns of one group that a thread loads at once: 16 bytes or as many as divide the group.
+
+    Exactly a load's: then the layout of one delta a run is that of the loads, and nothing is
+    moved between threads.
+    """
+    group = x.shape[1] // groups
+    return min(group & -group, 16 // x.element_size())
 
 
 def _unit_columns(x: torch.Tensor) -> torch.Tensor:

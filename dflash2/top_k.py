@@ -2,18 +2,20 @@
 
 The selector needs the K largest logits of each draft position, with K far smaller than the
 vocabulary. Sorting or histogramming the row touches every logit several times; this touches it
-once, because
+once. A streaming pass keeps one maximum per group of consecutive logits, at the speed of memory.
+The last program to finish a row then needs a few microseconds:
 
-    the k best elements of a row lie in the k groups whose best elements are best
+    the k-th largest maximum of any k or more disjoint sets of logits is a lower bound of the
+    row's k-th largest logit
 
-(a group that is not among those k has k groups before it, each holding an element that beats all
-of its own). A streaming pass keeps one maximum per group of consecutive logits, at the speed of
-memory. The last program to finish a row applies the statement twice, to groups of groups and to
-groups, which leaves a few thousand logits to sort. Bounded for every input: nothing is a threshold
-or a guess that ties or outliers could overflow.
+(each of those k sets holds a logit at least as large). Maxima of groups dealt out to a few dozen
+sets give a bound that little more than k logits reach; only they, found by way of the groups whose
+maxima reach it, are ranked, by counting for each how many are before it.
 
-Groups are consecutive logits, so ordering equal maxima by lower group is ordering them by lower
-id; that is what makes ties exact.
+From a row in which too many reach the bound (many ties, fewer than k finite logits) the best k are
+taken one after another, each from the group whose maximum is best; that takes about a microsecond
+a logit, whatever the row holds. Groups are consecutive logits, so that of equal maxima the one of
+the lower group has the lower id.
 """
 
 from typing import NamedTuple
@@ -23,31 +25,41 @@ import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MAX_K = 64
+# The stream needs no more registers; what the last program spills costs less than fewer programs would.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
+_SHARED: dict[tuple, "Workspace"] = {}
+PROGRAMS = 1024  # above which a launch gains nothing from more
 
 
 class Tile(NamedTuple):
-    """How a row is cut. All powers of two; `chunk` is a multiple of `group`."""
+    """How a row is cut. All powers of two; `piece` is a multiple of `group`."""
 
-    chunk: int  # logits a program streams
+    piece: int  # logits a program loads at once
     group: int  # logits behind one maximum
-    fan: int  # maxima behind one maximum of maxima
+    sets: int  # of groups, whose maxima give the lower bound; at least k
+    slots: int  # groups, and logits, that may reach the bound; at least k
     warps: int
+    stages: int = 1  # pieces on the way to a program at a time
 
 
 class Workspace(NamedTuple):
     """Scratch of `top_k`. One stream at a time may use it; it survives CUDA graph replays."""
 
     maxima: torch.Tensor  # flat, of the logits' dtype
+    found: torch.Tensor  # [rows, 2, slots] int32, groups and logits that reach the bound
     arrived: torch.Tensor  # [rows] int32, programs done with the row; zero between launches
 
 
 def choose_tile(k: int) -> Tile:
-    """Small groups for large k: the final sort is over k * group logits."""
+    """Small groups for large k: they decide how many logits are looked at again."""
     if k <= 16:
-        return Tile(chunk=32768, group=64, fan=64, warps=16)
-    if k <= 32:
-        return Tile(chunk=16384, group=32, fan=32, warps=8)
-    return Tile(chunk=16384, group=32, fan=16, warps=8)
+        return Tile(piece=16384, group=64, sets=64, slots=64, warps=8)
+    return Tile(piece=16384, group=32, sets=128, slots=128, warps=16)
+
+
+def choose_pieces(rows: int, row_pieces: int) -> int:
+    """Pieces of a program: all multiprocessors busy with few rows, few programs with many."""
+    return max(1, min(row_pieces, rows * row_pieces // PROGRAMS))
 
 
 def make_workspace(
@@ -55,9 +67,10 @@ def make_workspace(
 ) -> Workspace:
     """Scratch for `top_k` of up to `max_rows` rows of `vocab_size` logits of `dtype`."""
     tile = tile or choose_tile(k)
-    row = triton.cdiv(vocab_size, tile.chunk) * (tile.chunk // tile.group)
+    row = triton.cdiv(vocab_size, tile.piece) * (tile.piece // tile.group)
     return Workspace(
         torch.empty(max_rows * row, dtype=dtype, device=device),
+        torch.empty(max_rows, 2, tile.slots, dtype=torch.int32, device=device),
         torch.zeros(max_rows, dtype=torch.int32, device=device),
     )
 
@@ -72,8 +85,8 @@ def top_k(
     [rows, k] float32, descending, and ids [rows, k] int64; equal values come by ascending id.
     NaN counts as -inf and is returned as -inf; ids are distinct and in range whatever the row holds.
 
-    Pass a `make_workspace` result where launches repeat: without it scratch is allocated and
-    cleared on every call. Raises ValueError for a k or valid that the logits cannot serve.
+    Pass a `make_workspace` result where two streams may be here at a time: without it all calls of
+    a shape share one. Raises ValueError for a k or valid that the logits cannot serve.
     """
     valid = logits.shape[1] if valid is None else valid
     if not 0 < valid <= logits.shape[1]:
@@ -96,146 +109,241 @@ def reference_top_k(logits: torch.Tensor, k: int, valid: int) -> tuple[torch.Ten
     return x.gather(1, ids), ids
 
 
+def _shared_workspace(*shape) -> Workspace:
+    """Scratch that stays, for launches to find its counters at zero without clearing them."""
+    if shape in _SHARED:
+        return _SHARED[shape]
+    workspace = make_workspace(*shape)
+    # A captured graph clears the counters only when it is replayed: such scratch is for that graph alone.
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        _SHARED[shape] = workspace
+    return workspace
+
+
 def launch(
-    logits: torch.Tensor, k: int, valid: int, tile: Tile, workspace: Workspace | None = None
+    logits: torch.Tensor,
+    k: int,
+    valid: int,
+    tile: Tile,
+    workspace: Workspace | None = None,
+    pieces: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_k` with a given tile and no checks of k and valid (the benchmark sweeps tiles)."""
+    """`top_k` with a given cut and no checks of k and valid (the benchmark sweeps cuts)."""
     rows = logits.shape[0]
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     if workspace is None:
-        workspace = make_workspace(rows, valid, k, logits.dtype, logits.device, tile)
-    chunks = triton.cdiv(valid, tile.chunk)
-    needed = rows * chunks * (tile.chunk // tile.group)
-    maxima, arrived = workspace
-    if arrived.numel() < rows or maxima.numel() < needed or maxima.dtype != logits.dtype:
+        workspace = _shared_workspace(triton.next_power_of_2(rows), valid, k, logits.dtype, logits.device, tile)
+    row_pieces = triton.cdiv(valid, tile.piece)
+    needed = rows * row_pieces * (tile.piece // tile.group)
+    maxima, found, arrived = workspace
+    if len(arrived) < rows or maxima.numel() < needed or maxima.dtype != logits.dtype:
         raise ValueError(
-            f"top_k: the workspace is for {arrived.numel()} rows and {maxima.numel()} {maxima.dtype} maxima; "
+            f"top_k: the workspace is for {len(arrived)} rows and {maxima.numel()} {maxima.dtype} maxima; "
             f"these logits need {rows} and {needed} {logits.dtype}. Make it for the largest batch."
         )
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return values, ids
-    k_padded = max(2, triton.next_power_of_2(k))
-    roots = triton.next_power_of_2(triton.cdiv(valid, tile.group * tile.fan))
-    _top_k_kernel[(rows * chunks,)](
+    pieces = pieces or choose_pieces(rows, row_pieces)
+    _top_k_kernel[(rows * triton.cdiv(row_pieces, pieces),)](
         logits,
         logits.stride(0),
         valid,
         maxima,
+        found,
         arrived,
         values,
         ids,
         k,
-        K_PADDED=k_padded,
-        CHUNK=tile.chunk,
+        pieces,
+        PIECE=tile.piece,
         GROUP=tile.group,
-        FAN=tile.fan,
-        ROOTS=max(roots, k_padded),
+        FAN=triton.next_power_of_2(triton.cdiv(valid, tile.group * tile.sets)),
+        SETS=tile.sets,
+        SLOTS=tile.slots,
+        STAGES=tile.stages,
         num_warps=tile.warps,
+        **REGISTERS,
     )
     return values, ids
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "pieces"])
 def _top_k_kernel(
     logits_ptr,
     row_stride,
     valid,
     maxima_ptr,
+    found_ptr,
     arrived_ptr,
     values_ptr,
     ids_ptr,
     k,
-    K_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    pieces,
+    PIECE: tl.constexpr,
     GROUP: tl.constexpr,
     FAN: tl.constexpr,
-    ROOTS: tl.constexpr,
+    SETS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    PER_CHUNK: tl.constexpr = CHUNK // GROUP
-    chunks = tl.cdiv(valid, CHUNK)
-    row = tl.program_id(0) // chunks
-    chunk = tl.program_id(0) % chunks
+    row_pieces = tl.cdiv(valid, PIECE)
+    programs = tl.cdiv(row_pieces, pieces)
+    row = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * pieces
+    last = tl.minimum(first + pieces, row_pieces)
+    stored = row_pieces * (PIECE // GROUP)
     logits_ptr += row.to(tl.int64) * row_stride
-    maxima_ptr += row.to(tl.int64) * chunks * PER_CHUNK
+    maxima_ptr += row.to(tl.int64) * stored
+    found_ptr += row.to(tl.int64) * 2 * SLOTS
 
-    in_chunk = tl.arange(0, PER_CHUNK)
-    column = chunk * CHUNK + in_chunk[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    # Two loads because a mask that is not a multiple of the vector width makes every load scalar.
-    if chunk * CHUNK + CHUNK <= valid:
-        x = tl.load(logits_ptr + column).to(tl.float32)
-    else:
-        x = tl.load(logits_ptr + column, mask=column < valid, other=float("-inf")).to(tl.float32)
-    best = tl.max(x, axis=1)  # passes over NaN, so only a group of nothing else yields it
-    best = tl.where(best == best, best, float("-inf"))
-    tl.store(maxima_ptr + chunk * PER_CHUNK + in_chunk, best)
+    group = tl.arange(0, PIECE // GROUP)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    whole = tl.minimum(last, valid // PIECE)
+    for piece in tl.range(first, whole, num_stages=STAGES):
+        x = tl.load(logits_ptr + piece * PIECE + column)
+        tl.store(maxima_ptr + piece * (PIECE // GROUP) + group, _maximum(x))
+    # Apart, because a mask that is not a multiple of the vector width makes every load scalar.
+    if whole < last:
+        column += whole * PIECE
+        x = tl.load(logits_ptr + column, mask=column < valid, other=float("-inf"))
+        tl.store(maxima_ptr + whole * (PIECE // GROUP) + group, _maximum(x))
 
     # Every warp's maxima must be written before the row's count says so.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
-    if arrived == chunks - 1:
+    if arrived == programs - 1:
         tl.store(arrived_ptr + row, 0)  # ready for the next launch
-        keys = _best_of_row(logits_ptr, maxima_ptr, valid, chunks * PER_CHUNK, GROUP, FAN, ROOTS, K_PADDED)
-        rank = tl.arange(0, K_PADDED)
-        out = row.to(tl.int64) * k + rank
-        tl.store(values_ptr + out, _value(keys), mask=rank < k)
-        tl.store(ids_ptr + out, _index(keys).to(tl.int64), mask=rank < k)
+        values_ptr += row.to(tl.int64) * k
+        ids_ptr += row.to(tl.int64) * k
+        count = _find(logits_ptr, maxima_ptr, found_ptr, valid, stored, k, GROUP, FAN, SETS, SLOTS)
+        if count <= SLOTS:
+            _write_ranked(logits_ptr, found_ptr + SLOTS, values_ptr, ids_ptr, count, k, SLOTS)
+        else:
+            _write_one_by_one(logits_ptr, maxima_ptr, values_ptr, ids_ptr, valid, stored, k, GROUP, FAN, SETS)
 
 
 @triton.jit
-def _best_of_row(
+def _maximum(x):
+    """Of each group: NaN is passed over, and -inf where there is nothing else."""
+    best = tl.max(x.to(tl.float32), axis=1)
+    return tl.where(best == best, best, float("-inf"))
+
+
+@triton.jit
+def _find(
     logits_ptr,
     maxima_ptr,
+    found_ptr,
     valid,
     stored,
+    k,
     GROUP: tl.constexpr,
     FAN: tl.constexpr,
-    ROOTS: tl.constexpr,
-    K_PADDED: tl.constexpr,
+    SETS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Sorted keys [K_PADDED] of the row's best logits, down from groups of groups.
+    """Finds the logits that may be among the best k and returns how many.
 
+    Their columns are at found_ptr + SLOTS, ascending, if they are SLOTS or fewer.
     `stored` maxima lie in memory, -inf past the row's last group: a multiple of a power of two, so
     that loads bounded by it stay wide.
     """
-    groups = tl.cdiv(valid, GROUP)
-    root = tl.arange(0, ROOTS)
-    child = root[:, None] * FAN + tl.arange(0, FAN)[None, :]
-    x = tl.load(maxima_ptr + child, mask=child < stored, other=float("-inf"), cache_modifier=".cg")
-    keys = _sort_key(tl.max(x.to(tl.float32), axis=1), root, root * FAN < groups)
-    keys = tl.topk(keys, K_PADDED)
-    keys = _best_children(maxima_ptr, _index(keys), stored, groups, FAN, K_PADDED)
-    return _best_children(logits_ptr, _index(keys), valid, valid, GROUP, K_PADDED)
+    group = tl.arange(0, FAN * SETS)
+    best = tl.load(maxima_ptr + group, mask=group < stored, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    # Neighbours go to different sets, for the common tokens of a vocabulary are neighbours.
+    maxima = tl.max(tl.reshape(best, [FAN, SETS]), axis=0)
+    as_good = tl.sum((maxima[None, :] >= maxima[:, None]).to(tl.int32), axis=1)
+    bound = tl.max(tl.where(as_good >= k, maxima, float("-inf")), axis=0)
+    count = _compact(found_ptr, group, (best >= bound) & (group * GROUP < valid), SLOTS)
+    if count <= SLOTS:
+        count = _find_in_groups(logits_ptr, found_ptr, valid, count, bound, GROUP, SLOTS)
+    return count
 
 
 @triton.jit
-def _best_children(ptr, parents, stored, count, FAN: tl.constexpr, K_PADDED: tl.constexpr):
-    """Sorted keys [K_PADDED] of the best among the FAN consecutive children of each parent."""
-    child = parents[:, None] * FAN + tl.arange(0, FAN)[None, :]
-    x = tl.load(ptr + child, mask=child < stored, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    keys = _sort_key(x, child, child < count)
-    return tl.topk(tl.reshape(keys, [K_PADDED * FAN]), K_PADDED)
+def _find_in_groups(logits_ptr, found_ptr, valid, count, bound, GROUP: tl.constexpr, SLOTS: tl.constexpr):
+    """`_find`'s second half: from the `count` groups at found_ptr to the columns of their logits that reach the bound."""
+    slot = tl.arange(0, SLOTS)
+    group = tl.load(found_ptr + slot, mask=slot < count, other=0)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    exists = (slot[:, None] < count) & (column < valid)
+    x = tl.load(logits_ptr + column, mask=exists, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    reaches = tl.reshape(exists & (x >= bound), [SLOTS * GROUP])
+    return _compact(found_ptr + SLOTS, tl.reshape(column, [SLOTS * GROUP]), reaches, SLOTS)
 
 
 @triton.jit
-def _sort_key(x, index, exists):
-    """int64 keys: by value, equal values by lower index, padding after everything, all distinct."""
+def _compact(ptr, values, wanted, SLOTS: tl.constexpr):
+    """Writes the wanted values one after another, at most SLOTS of them, and returns how many there are."""
+    wanted = wanted.to(tl.int32)
+    slot = tl.cumsum(wanted, axis=0) - 1
+    tl.store(ptr + slot, values, mask=(wanted != 0) & (slot < SLOTS))
+    tl.debug_barrier()  # other threads will read them
+    return tl.sum(wanted, axis=0)
+
+
+@triton.jit
+def _write_ranked(logits_ptr, columns_ptr, values_ptr, ids_ptr, count, k, SLOTS: tl.constexpr):
+    """The best k of the logits at `count` ascending columns, each put where its rank says."""
+    slot = tl.arange(0, SLOTS)
+    column = tl.load(columns_ptr + slot, mask=slot < count, other=0)
+    x = tl.load(logits_ptr + column, mask=slot < count, other=0.0).to(tl.float32)
+    order = _order(x, slot < count)
+    before = (order[None, :] > order[:, None]) | ((order[None, :] == order[:, None]) & (slot[None, :] < slot[:, None]))
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    tl.store(values_ptr + rank, _value(order), mask=rank < k)
+    tl.store(ids_ptr + rank, column.to(tl.int64), mask=rank < k)
+
+
+@triton.jit
+def _write_one_by_one(
+    logits_ptr,
+    maxima_ptr,
+    values_ptr,
+    ids_ptr,
+    valid,
+    stored,
+    k,
+    GROUP: tl.constexpr,
+    FAN: tl.constexpr,
+    SETS: tl.constexpr,
+):
+    """The best k of the row without a bound, from all groups' best logits that are not taken yet."""
+    NOWHERE: tl.constexpr = 0x7FFFFFFF
+    group = tl.arange(0, FAN * SETS)
+    maxima = tl.load(maxima_ptr + group, mask=group < stored, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    best = _order(maxima, group * GROUP < valid)
+    last, taken = NOWHERE, -1
+    for rank in range(k):
+        top = tl.max(best, axis=0)
+        chosen = tl.min(tl.where(best == top, group, NOWHERE), axis=0)
+        column = chosen * GROUP + tl.arange(0, GROUP)
+        x = tl.load(logits_ptr + column, mask=column < valid, other=float("-inf")).to(tl.float32)
+        order = _order(x, column < valid)
+        # Equal logits are taken in the order of their ids, so that only those behind the last one are left.
+        taken = tl.where(top == last, taken, -1)
+        taken = tl.min(tl.where((order == top) & (column > taken), column, NOWHERE), axis=0)
+        left = (order < top) | ((order == top) & (column > taken))
+        left = tl.max(tl.where(left, order, -2147483648), axis=0)
+        best = tl.where(group == chosen, left, best)
+        last = top
+        tl.store(values_ptr + rank, _value(top))
+        tl.store(ids_ptr + rank, taken.to(tl.int64))
+
+
+@triton.jit
+def _order(x, exists):
+    """int32 in the order of the values, NaN as -inf, what does not exist below everything."""
     x = tl.where(x == x, x, float("-inf"))
     x = tl.where(x == 0, 0.0, x)  # -0.0 equals 0.0 but has other bits
     bits = x.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(exists, order, -2147483648)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return tl.where(exists, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483648)
 
 
 @triton.jit
-def _index(keys):
-    return 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _value(keys):
-    order = (keys >> 32).to(tl.int32)
+def _value(order):
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)

@@ -28,10 +28,10 @@ class Case(NamedTuple):
     stride: int = 0  # columns of storage after each row
 
 
-# Rows of a few chunks, cut small enough for the interpreter, which takes a millisecond an exchange.
-TINY_TILE = dict(chunk=64, group=8, fan=4, warps=1)
+# Rows of a few pieces, cut small enough for the interpreter, which takes a millisecond an exchange.
+TINY_TILE = dict(piece=64, group=8, sets=16, slots=16, warps=1)
 SMALL = [
-    Case("several chunks", 3, 320, 4),
+    Case("several pieces", 3, 320, 4),
     Case("float32", 2, 320, 4, FP32),
     Case("float16", 1, 130, 3, torch.float16),
     Case("k = 1", 2, 201, 1),
@@ -39,6 +39,8 @@ SMALL = [
     Case("k of every column", 2, 16, 16),
     Case("less than a group", 2, 7, 3),
     Case("k beyond the groups", 1, 70, 16),
+    Case("as many reach the bound as fit", 2, 320, 16, kind="spread"),
+    Case("best logits in one group", 2, 320, 4, kind="ascending"),
     Case("ties", 2, 320, 6, kind="ties"),
     Case("one value", 2, 201, 6, kind="equal"),
     Case("NaN rows", 2, 201, 6, kind="nan"),
@@ -69,6 +71,9 @@ def logits_of(case, device):
         x = (x / 4).round()
     if case.kind == "equal":
         x.fill_(-1.5)
+    if case.kind == "spread":  # every group of 8 ends in its best, so that the bound is the k-th best logit
+        x = torch.arange(width, device=device).flip(0).float().expand(x.shape).clone()
+        x += 1000 * (torch.arange(width, device=device) % 8 == 7)
     if case.kind == "ascending":
         x = x.sort(dim=1).values
     if case.kind in ("nan", "special"):
@@ -95,7 +100,7 @@ def expected(logits, k, valid):
     return values[:, :k], ids[:, :k]
 
 
-def check(module, case, device, tile=None):
+def check(module, case, device, tile=None, pieces=None):
     """What is wrong with the case: an empty list when values and ids are exactly as expected, twice."""
     logits = logits_of(case, device)
     valid = case.valid or case.vocab
@@ -105,7 +110,7 @@ def check(module, case, device, tile=None):
     wanted = expected(logits, case.k, valid)
     wrong = []
     for launch in ("first", "second"):  # the second finds out whether the first left the counters at zero
-        got = module.launch(logits, case.k, valid, tile, workspace)
+        got = module.launch(logits, case.k, valid, tile, workspace, pieces)
         for name, a, b in zip(("values", "ids"), got, wanted, strict=True):
             if not torch.equal(a, b):
                 row = int((a != b).any(1).nonzero()[0])
@@ -115,7 +120,7 @@ def check(module, case, device, tile=None):
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """{name of case: what is wrong}, from one process that runs every small case without a GPU."""
+    """{name of case: what is wrong with a piece a program and with two}, from one process without a GPU."""
     # The variable has to be set before Triton is imported, which other tests may have done here.
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
@@ -130,7 +135,7 @@ def module():
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_interpreted_kernel_is_exact(interpreted, case):
-    assert interpreted[case.name] == []
+    assert interpreted[case.name] == [[], []]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -149,11 +154,14 @@ def test_kernel_is_exact(module, case):
 
 
 @pytest.mark.gpu
-def test_graph_replays_see_new_logits(module):
+@pytest.mark.parametrize("scratch", ["the caller's", "shared", "the graph's"])
+def test_graph_replays_see_new_logits(module, scratch):
     case = Case("", 56, 151936, 16)
     logits = logits_of(case, "cuda")
-    workspace = module.make_workspace(64, case.vocab, case.k, BF16, logits.device)
-    module.top_k(logits, case.k, workspace=workspace)
+    workspace = module.make_workspace(64, case.vocab, case.k, BF16, logits.device) if scratch == "the caller's" else None
+    module.top_k(logits, case.k, workspace=workspace)  # compiles
+    if scratch == "the graph's":
+        module._SHARED.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         values, ids = module.top_k(logits, case.k, workspace=workspace)
@@ -187,6 +195,12 @@ def test_a_small_workspace_is_an_error(module):
         module.launch(logits, 4, 100, module.choose_tile(4), workspace)
 
 
+def test_calls_share_scratch_by_shape(module):
+    shape = (4, 100, 4, FP32, torch.device("cpu"), module.choose_tile(4))
+    assert module._shared_workspace(*shape) is module._shared_workspace(*shape)
+    assert module._shared_workspace(*shape) is not module._shared_workspace(8, *shape[1:])
+
+
 def test_no_rows(module):
     values, ids = module.top_k(torch.zeros(0, 100), 4)
     assert values.shape == ids.shape == (0, 4)
@@ -195,4 +209,4 @@ def test_no_rows(module):
 if __name__ == "__main__":
     loaded = load_kernels("top_k")
     tile = loaded.Tile(**TINY_TILE)
-    print(json.dumps({case.name: check(loaded, case, "cpu", tile) for case in SMALL}))
+    print(json.dumps({case.name: [check(loaded, case, "cpu", tile, pieces) for pieces in (1, 2)] for case in SMALL}))

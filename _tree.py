@@ -245,7 +245,7 @@ def _replace(place: Path, data: bytes, like: Path | os.stat_result) -> None:
 
 
 def _beside(place: Path) -> Path:
-    """Where a file is written before it is renamed: always the same, so that a killed process leaves no litter for good."""
+    """Where a file is written before it is renamed. Always the same, so that what a killed process left is found."""
     return place.with_name(f".{place.name}.dflash2")
 
 
@@ -274,13 +274,13 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
         for part in path.split("/")[:-1]:
             if (folder / part).is_symlink():
                 target = (folder / part).resolve()
-                raise Problem(f"{folder / part} is a symlink to {target}: not followed; pass --root for what it links to")
+                raise Problem(f"{folder / part} is a symlink to {target}, which is not followed: pass --root")
             if not (folder / part).exists():
                 break
             folder = folder / part
         for needed in (folder, folder / "__pycache__"):
             if needed.exists() and not (needed.is_dir() and os.access(needed, os.W_OK | os.X_OK)):
-                raise Problem(f"{needed} is not writable, so {path} cannot be changed: run as its owner. Nothing is written")
+                raise Problem(f"{needed} is not writable: run as its owner. Nothing is written")
         if (root / path).is_dir():
             raise Problem(f"{root / path} is a folder, not a file. Nothing is written")
 
@@ -356,7 +356,7 @@ def _write_all(journal: Journal, site: Site, report: Report, patch_set: PatchSet
     ours = {kept(path): data for path, data in before.items() if data is not None}
     if site.wheel:
         ours[kept(site.wheel)] = read(site.wheel)
-    hashes = {path: (None if data is None else sha256(data), sha256(report.changes[path])) for path, data in before.items()}
+    hashes = {path: (_digest(data), sha256(report.changes[path])) for path, data in before.items()}
     record = Record(
         digest=patch_set.digest,
         version=site.version,
@@ -391,7 +391,7 @@ def revert(site: Site, force: bool) -> int:
     lost = edited(read, record)
     if lost and not force:
         names = ", ".join(lost)
-        raise Problem(f"edited by someone else: {names}. --revert --force discards those edits. Nothing is written", "PARTIAL")
+        raise Problem(f"edited by someone else: {names}. --revert --force discards that. Nothing is written", "PARTIAL")
     with _all_or_nothing(site.root) as journal:
         check_writable(site.root, _touched(record))
         _put_back(journal, read, record)

@@ -28,7 +28,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="apply_all.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", metavar="SITE_PACKAGES", help="folder that holds vllm/; this Python's own by default")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="write nothing; exit with 1 if applying would change the tree")
+    what.add_argument("--check", action="store_true", help="write nothing; exit with 1 if applying would")
     what.add_argument("--status", action="store_true", help="as --check, but exit with 0")
     what.add_argument("--revert", action="store_true", help="put the original files back")
     what.add_argument("--drift", nargs="+", metavar="VERSION", help="judge releases that are not installed")
@@ -83,7 +83,7 @@ def _revert(site: _tree.Site, report: Report, patch_set: PatchSet, force: bool) 
         message = f"Reverted vLLM {site.version} in {site.root}: {count} files are as they were before this tool."
         return replace(after, exit_code=0, message=message)
     if any(row.state in ("NOOP", "PARTIAL") for row in report.patches):
-        raise Problem(f"{site.root} holds text of ours but no record of what was there before: reinstall vLLM", "PARTIAL")
+        raise Problem(f"{site.root} holds text of ours but no record of what was there: reinstall vLLM", "PARTIAL")
     return replace(report, exit_code=0, message=f"Nothing to revert in {site.root}.")
 
 

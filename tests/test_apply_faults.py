@@ -1,5 +1,6 @@
 """All or nothing: a failure at any step of writing leaves every byte as it was, and a killed process can be undone."""
 
+import builtins
 import errno
 import fcntl
 import importlib.util
@@ -249,7 +250,14 @@ def test_check_and_status_open_nothing_for_writing(tree, monkeypatch):
     for name in ("replace", "unlink", "mkdir", "rmdir", "chmod", "rename", "remove", "symlink", "link", "utime"):
         monkeypatch.setattr(os, name, refuse)
     real = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, *a, **o: refuse(path) if flags & 3 else real(path, flags, *a, **o))
+    reads = builtins.open
+
+    def open_to_read(file, mode="r", *arguments, **options):
+        return reads(file, mode, *arguments, **options) if set(mode) <= set("rbt") else refuse(file, mode)
+
+    monkeypatch.setattr(builtins, "open", open_to_read)
+    writes = os.O_WRONLY | os.O_RDWR
+    monkeypatch.setattr(os, "open", lambda path, flags, *a: refuse(path) if flags & writes else real(path, flags, *a))
     assert call("--root", tree, "--check").code == 1
     assert call("--root", tree, "--status").code == 0
     monkeypatch.undo()

@@ -119,7 +119,7 @@ def _installed_files(patches, installed: Mapping[str, str], source: Read) -> dic
         data = source(path)
         if data is None:
             raise Problem(f"{path}: INSTALLED names it, but this copy of the tool has no such file")
-        if fault := _path_fault(destination):
+        if fault := path_fault(destination):
             raise Problem(f"{path}: {fault}")
         if destination in files or destination in patched:
             raise Problem(f"{path}: {destination} is written twice")
@@ -132,8 +132,11 @@ def _installed_files(patches, installed: Mapping[str, str], source: Read) -> dic
     return files
 
 
-def _path_fault(path: str) -> str | None:
+def path_fault(path: str) -> str | None:
+    """Why a path cannot be a file or folder of vLLM's that we touch, or None."""
     parts = path.split("/")
+    if not path.isprintable():
+        return f"{path!r} is not a path"
     if parts[0] != "vllm" or len(parts) < 2 or {"", ".", ".."} & set(parts) or path.startswith(HOME + "/"):
         return f"{path} is not a path below vllm/"
     return None
@@ -147,10 +150,10 @@ def patch_fault(patch: Patch) -> str | None:
         if fault := _hunk_fault(hunk):
             return f"hunk {number} of {hunk.file}: {fault}"
     for file, name in patch.defines:
-        if fault := _path_fault(file) or _scope_fault(name, allow_empty=False):
+        if fault := path_fault(file) or _scope_fault(name, allow_empty=False):
             return f"defines: {fault}"
     for sign in (sign for signs in patch.shipped for sign in signs):
-        if fault := _path_fault(sign.file) or _scope_fault(sign.scope) or _pattern_fault(sign.pattern):
+        if fault := path_fault(sign.file) or _scope_fault(sign.scope) or _pattern_fault(sign.pattern):
             return f"sign {sign.pattern!r}: {fault}"
     if () in patch.shipped:
         return "shipped holds an empty alternative, which is always true"
@@ -158,7 +161,7 @@ def patch_fault(patch: Patch) -> str | None:
 
 
 def _hunk_fault(hunk: Hunk) -> str | None:
-    if fault := _path_fault(hunk.file) or _scope_fault(hunk.scope):
+    if fault := path_fault(hunk.file) or _scope_fault(hunk.scope):
         return fault
     if not hunk.old.strip():
         return "old text is empty"

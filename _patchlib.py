@@ -6,10 +6,11 @@ here can write. `_tree.py` holds the half that touches a disk.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from _patchdata import HOME, Hunk, Patch, PatchSet, Sign, load
+from _patchdata import HOME, Hunk, Patch, PatchSet, Sign, load, path_fault
 from _patchtext import (
     EXIT_CODES,
     Problem,
@@ -116,12 +117,31 @@ def read_record(read: Read) -> Record | None:
             raise ValueError("of another format")
         files = {path: (before, after) for path, (before, after) in given.pop("files").items()}
         record = Record(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}, files=files)
-        for path in (*files, *record.folders, *filter(None, [record.wheel])):
-            if path.startswith("/") or ".." in path.split("/"):
-                raise ValueError(f"it names {path}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if fault := _record_fault(record):
+            raise ValueError(fault)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Problem(f"{RECORD} is damaged ({error}): reinstall vLLM, then apply again", "PARTIAL") from None
     return record
+
+
+def _record_fault(record: Record) -> str | None:
+    """What cannot be ours in a record: revert writes and removes what it names."""
+    hashes = [entry for pair in record.files.values() for entry in pair if entry is not None]
+    if not all(isinstance(text, str) for text in (record.digest, record.version, *record.patches, *hashes)):
+        return "a value is not text"
+    for path in (*record.files, *(folder for folder in record.folders if not _is_home(folder))):
+        if fault := path_fault(path):
+            return fault
+    if not record.files:
+        return "it names no file"
+    wheel = record.wheel or "_.dist-info/RECORD"
+    if not re.fullmatch(r"[^/\0]+\.dist-info/RECORD", wheel):
+        return f"{wheel} is not the RECORD of a wheel"
+    return None
+
+
+def _is_home(folder: str) -> bool:
+    return (folder + "/").startswith(HOME + "/") and ".." not in folder.split("/")
 
 
 def kept(path: str) -> str:
@@ -233,7 +253,7 @@ def _judge(read: Read, patch_set: PatchSet, record: Record | None) -> tuple[list
     installed = overall(row.state for row in folders) if folders else "NOOP"
     rows = []
     for patch in patch_set.patches:
-        if patch.name in shipped:
+        if patch.name in shipped and not _half_done(read, patch):
             rows.append(_row(patch, "SHIPPED", _upstream(patch)))
         elif not patch.hunks:
             rows.append(_row(patch, installed, patch.why))
@@ -257,6 +277,12 @@ def _mostly_ours(read: Read, patch_set: PatchSet) -> bool:
     hunks = patch_set.hunks()
     found = [hunk for hunk in hunks if hits(_text(read, hunk.file) or "", hunk.new)]
     return len(found) * 2 > len(hunks)
+
+
+def _half_done(read: Read, patch: Patch) -> bool:
+    """Whether a part of our text was put there by hand: the signs may lie in that part, and the rest is missing."""
+    found = [bool(hits(_text(read, hunk.file) or "", hunk.new)) for hunk in patch.hunks]
+    return any(found) and not all(found)
 
 
 def _before_us(read: Read, record: Record) -> Read:
@@ -306,7 +332,7 @@ def _file_finding(data: bytes | None, wanted: bytes, path: str, record: Record |
 def _patch_row(read: Read, patch_set: PatchSet, patch: Patch, record: Record | None) -> Row:
     """`record` says that the patch was applied, None that it was not or that nobody knows."""
     files = {hunk.file for hunk in patch.hunks}
-    if record and all(_hash(read(path)) == record.files[path][1] for path in files):
+    if record and all(_hash(read(path)) == record.files.get(path, (None, ""))[1] for path in files):
         return _row(patch, "NOOP", patch.why)
     findings = []
     for number, hunk in enumerate(patch.hunks, 1):

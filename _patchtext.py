@@ -20,6 +20,10 @@ Read = Callable[[str], bytes | None]
 EXIT_CODES = {"DRIFT": 2, "PARTIAL": 2, "OUTDATED": 1, "APPLY": 1, "NOOP": 0, "SHIPPED": 0}
 
 
+# What ast raises on text that is no Python, or Python nested too deeply for it.
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
 class Problem(Exception):
     """Something a user can cause: the message says what it is and what to do.
 
@@ -45,8 +49,8 @@ def _tree(text: str) -> ast.Module:
 def syntax_error(text: str, parse=_tree) -> str | None:
     try:
         parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        return str(error)
+    except UNPARSABLE as error:
+        return str(error) or "nested too deeply"
     return None
 
 
@@ -116,10 +120,12 @@ def outline(text: str) -> dict[str, list[Span]]:
     path, bodies, marks = [], {}, []
     try:
         module = libcst.parse_module(text.removeprefix("\ufeff").removesuffix("\n") + "\n")
+        state = Marks(default_indent=module.default_indent, default_newline=module.default_newline)
+        module._codegen(state)
     except libcst.ParserSyntaxError as error:
         raise Problem(f"not Python (line {error.raw_line})", "DRIFT") from None
-    state = Marks(default_indent=module.default_indent, default_newline=module.default_newline)
-    module._codegen(state)
+    except RecursionError:
+        raise Problem("nested too deeply to be read", "DRIFT") from None
     lines = [0, *accumulate(token.count("\n") for token in state.tokens)]
     spans: dict[str, list[Span]] = {}
     for name, start, body, end in marks:
@@ -206,7 +212,7 @@ def has_sign(text: str, scope: str, pattern: str) -> bool:
     """Whether `pattern`, as a Sign has it, is in that scope. A scope that is not there shows nothing."""
     try:
         tree = _tree(text)
-    except (SyntaxError, ValueError, RecursionError):
+    except UNPARSABLE:
         return False
     wanted = parsed_pattern(pattern)
     direct = isinstance(wanted, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))

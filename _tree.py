@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Site:
 
 def locate(root: str | None = None) -> Site:
     """The vLLM in `root`, or the one that this Python would import, found without importing it."""
+    if root == "":
+        raise Problem("--root is empty: name the site-packages folder that holds vllm/, or leave --root out")
     folder = Path(root) if root else _importable()
     if not (folder / "vllm" / "__init__.py").is_file():
         raise Problem(f"no vLLM in {folder}: --root takes the site-packages folder that holds vllm/")
@@ -68,6 +71,7 @@ def _version_and_wheel(root: Path) -> tuple[str, str | None]:
     named = [folder for folder in folders if folder.name.lower().startswith("vllm")]
     owners = [*filter(_owns_vllm, named)] or [*filter(_owns_vllm, folders)]
     versions = {_metadata_version(folder / "METADATA"): folder for folder in owners}
+    versions.pop(None, None)
     own = _version_file(root / "vllm" / "_version.py")
     if len(versions) > 1:
         # A half-finished uninstall leaves the folder of another version behind; the package knows better.
@@ -76,7 +80,7 @@ def _version_and_wheel(root: Path) -> tuple[str, str | None]:
         ((version, folder),) = versions.items()
         wheel = f"{folder.name}/RECORD"
         return version, wheel if (root / wheel).is_file() else None
-    if owners:
+    if len(owners) > 1:
         names = ", ".join(folder.name for folder in owners)
         raise Problem(f"{root} has several installations of vLLM ({names}): remove all but the one in use")
     version = own or _metadata_version(root / "vllm.egg-info" / "PKG-INFO")
@@ -90,7 +94,8 @@ def _owns_vllm(folder: Path) -> bool:
     if not (folder / "METADATA").is_file():
         return False
     if (folder / "RECORD").is_file():
-        return b"\nvllm/__init__.py," in b"\n" + (folder / "RECORD").read_bytes()
+        lines = (folder / "RECORD").read_bytes().splitlines()
+        return any(_wheel_path(line) == "vllm/__init__.py" for line in lines if b"vllm/__init__.py" in line)
     return folder.name.split("-")[0].lower() == "vllm"
 
 
@@ -156,6 +161,8 @@ class Journal:
         self._make_folders(place.parent)
         before = _state(place)
         like = place if place.exists() else self.root / "vllm" / "__init__.py"
+        # First, so that bytecode which cannot be removed leaves its source as it was; again for what came since.
+        drop_bytecode(place)
         self.undo.append(lambda: _restore(place, before))
         _replace(place, data, like)
         drop_bytecode(place)
@@ -165,6 +172,7 @@ class Journal:
         before = _state(place)
         if before is None:
             return
+        drop_bytecode(place)
         self.undo.append(lambda: _restore(place, before))
         place.unlink()
         drop_bytecode(place)
@@ -189,9 +197,20 @@ class Journal:
 
         Stops at a failure: what is left is then what a killed process leaves, which the record can undo.
         """
-        while self.undo:
-            self.undo[-1]()
-            self.undo.pop()
+        with _undisturbed():
+            while self.undo:
+                self.undo[-1]()
+                self.undo.pop()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever stops us, twice perhaps, waits until everything is back."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _remove_folder(place: Path) -> None:
@@ -238,9 +257,12 @@ def _replace(place: Path, data: bytes, like: Path | os.stat_result) -> None:
             file.write(data)
         _take_after(beside, like)
         os.replace(beside, place)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(beside)
+        if isinstance(error, OSError):
+            # Write errors name no file, and nobody knows the temporary one.
+            raise OSError(error.errno, error.strerror, str(place)) from None
         raise
 
 
@@ -252,7 +274,8 @@ def _beside(place: Path) -> Path:
 def _take_after(place: str | Path, like: os.stat_result) -> None:
     here = os.stat(place)
     if (here.st_uid, here.st_gid) != (like.st_uid, like.st_gid):
-        with contextlib.suppress(PermissionError):
+        # Not the owner, or an owner that this user namespace does not know.
+        with contextlib.suppress(OSError):
             os.chown(place, like.st_uid, like.st_gid)
     os.chmod(place, like.st_mode & 0o7777)
 
@@ -289,7 +312,10 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 
 
 def _wheel_path(line: bytes) -> str:
-    return next(csv.reader([line.decode("utf-8", "surrogateescape")]), [""])[0]
+    try:
+        return next(csv.reader([line.decode("utf-8", "surrogateescape")]), [""])[0]
+    except csv.Error:
+        return ""
 
 
 def _wheel_line(path: str, data: bytes) -> bytes:
@@ -343,6 +369,7 @@ def apply(site: Site, report: Report, patch_set: PatchSet) -> Report:
         check_writable(site.root, [*touched, *(_touched(older) if older else ())])
         if older:
             _put_back(journal, read, older)
+        _clear_home(journal)
         _write_all(journal, site, report, patch_set)
         after, fault = outcome_fault(reader(site.root), report, patch_set)
         if fault:
@@ -367,10 +394,13 @@ def _write_all(journal: Journal, site: Site, report: Report, patch_set: PatchSet
     )
     # Originals and record first: whatever happens to this process, --revert can then put the tree back.
     ours[RECORD] = record.dump()
-    for path, data in {**ours, **report.changes}.items():
+    for path, data in ours.items():
         journal.write(path, data)
+    # A list with files that never came is harmless to pip; a file that is not listed outlives an uninstall.
     if site.wheel:
         journal.write(site.wheel, wheel_with(read(site.wheel), {**ours, **report.changes}))
+    for path, data in report.changes.items():
+        journal.write(path, data)
 
 
 def _new_folders(root: Path, paths: Iterable[str]) -> tuple[str, ...]:
@@ -387,6 +417,8 @@ def revert(site: Site, force: bool) -> int:
     read = reader(site.root)
     record = read_record(read)
     if record is None:
+        with _all_or_nothing(site.root) as journal:
+            _clear_home(journal)
         return 0
     lost = edited(read, record)
     if lost and not force:
@@ -426,13 +458,39 @@ def _put_back(journal: Journal, read: Read, record: Record) -> None:
             journal.write(path, data)
     if wheel is not None and before is not None:
         journal.write(record.wheel, wheel_without(wheel, before, [*record.files, *_ours(record)]))
-    # The record goes before the originals: without it they are litter, without them it is a broken promise.
-    for path in _ours(record):
-        journal.remove(path)
     for path in _touched(record):
         _beside(journal.root / path).unlink(missing_ok=True)
     for folder in reversed(record.folders):
         journal.remove_folder(folder)
+    # The record goes before the originals: without it they are litter, without them it is a broken promise.
+    for path in _ours(record):
+        journal.remove(path)
+    _clear_home(journal)
+
+
+def _clear_home(journal: Journal) -> None:
+    """Remove what a killed process has left in our own folder once the record is gone, or before there is one.
+
+    Not if one of the originals differs from its file: it may be the only copy, so nothing there is litter.
+    """
+    home, read = journal.root / HOME, reader(journal.root)
+    if home.is_symlink():
+        return
+    own = [place for place in sorted(home.rglob("*"), reverse=True) if not place.is_symlink()]
+    inside = [place.relative_to(journal.root).as_posix() for place in own]
+    left = [path for path in inside if path.endswith((".orig", ".dflash2")) and (journal.root / path).is_file()]
+    if any(_is_needed(read, path) for path in left):
+        return
+    check_writable(journal.root, left)
+    for path in left:
+        journal.remove(path)
+    for path in (*inside, HOME):
+        journal.remove_folder(path)
+
+
+def _is_needed(read: Read, path: str) -> bool:
+    target = path.removeprefix(kept("").removesuffix(".orig")).removesuffix(".orig")
+    return path == kept(target) and not target.endswith(".dist-info/RECORD") and read(target) != read(path)
 
 
 @contextlib.contextmanager

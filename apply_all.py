@@ -5,11 +5,15 @@ Exit status: 0 the tree is as wanted, 1 --check: it would be changed, 2 drift or
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import _patchlib
 import _tree
@@ -79,8 +83,11 @@ def _apply(site: _tree.Site, report: Report, patch_set: PatchSet) -> Report:
 def _revert(site: _tree.Site, report: Report, patch_set: PatchSet, force: bool) -> Report:
     count = _tree.revert(site, force)
     if count:
-        after = _patchlib.survey(_tree.reader(site.root), site.version, patch_set)
         message = f"Reverted vLLM {site.version} in {site.root}: {count} files are as they were before this tool."
+        try:
+            after = _patchlib.survey(_tree.reader(site.root), site.version, patch_set)
+        except Problem as problem:
+            raise Problem(f"{message} What can be applied to it now is not known: {problem}", problem.verdict) from None
         return replace(after, exit_code=0, message=message)
     if any(row.state in ("NOOP", "PARTIAL") for row in report.patches):
         raise Problem(f"{site.root} holds text of ours but no record of what was there: reinstall vLLM", "PARTIAL")
@@ -99,9 +106,7 @@ def show(report: Report) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        # A diff may quote text that an ASCII locale cannot print.
-        stream.reconfigure(errors="backslashreplace")
+    ready_streams()
     given = parse(arguments)
     try:
         if given.drift:
@@ -109,15 +114,15 @@ def main(arguments: list[str] | None = None) -> int:
 
             return _drift.main(given.drift, tree=given.tree, git=given.git, as_json=given.json)
         report = run(given)
-        if given.json:
-            print(json.dumps(report.as_json(), indent=1))
-        else:
-            show(report)
-        sys.stdout.flush()
+        with unread_output():
+            if given.json:
+                print(json.dumps(report.as_json(), indent=1))
+            else:
+                show(report)
+            sys.stdout.flush()
         return report.exit_code
     except BrokenPipeError:
-        # Whoever reads our output has seen enough; the interpreter must not try again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return 3
     except (Problem, OSError) as error:
         return complain(error, given.json)
@@ -129,12 +134,44 @@ def main(arguments: list[str] | None = None) -> int:
 def complain(error: Problem | OSError, as_json: bool) -> int:
     problem = error if isinstance(error, Problem) else Problem(str(error))
     code = problem.exit_code
-    if as_json:
-        found = {"verdict": problem.verdict, "exit_code": code, "version": None, "message": str(problem), "patches": []}
-        print(json.dumps(found, indent=1))
-    print(f"apply_all.py: {problem}", file=sys.stderr)
+    with unread_output():
+        if as_json:
+            found = {"verdict": problem.verdict, "exit_code": code, "version": None, "message": str(problem)}
+            print(json.dumps({**found, "patches": []}, indent=1))
+        print(f"apply_all.py: {problem}", file=sys.stderr)
+        sys.stdout.flush()
     return code
 
 
+def ready_streams() -> None:
+    for name in ("stdout", "stderr"):
+        # Closed ones (>&-) are None, and print would send errors to the other one.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        # A diff may quote text that an ASCII locale cannot print.
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def unread_output() -> Iterator[None]:
+    """The exit status is about the tree, also where the reader of our output has seen enough or its disk is full."""
+    try:
+        yield
+    except OSError as error:
+        silence(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError):
+                print(f"apply_all.py: the output could not be written: {error}", file=sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Keep the interpreter from trying again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Stopped from outside we roll back as after Ctrl-C; under nohup, SIGHUP stays ignored.
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     raise SystemExit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import _patchlib
+import _patchtext
 import _tree
 from _patchlib import Hunk, Patch, Problem
 from patches import INSTALLED, PATCHES
@@ -190,6 +191,22 @@ def test_05_also_without_a_record(patched_tree):
     assert snapshot(patched_tree) == before
     refused = call("--root", patched_tree, "--revert")
     assert refused.code == 2 and "reinstall vLLM" in refused.err
+
+
+@pytest.mark.parametrize("patch", [p for p in PATCHES if p.core and len(p.hunks) > 1], ids=lambda p: p.name)
+def test_04_a_seam_copied_in_part_by_hand_is_not_shipped(template, patch):
+    """The signs of the feature may lie in the part that was copied; the part that was not is still missing."""
+    read = _tree.reader(template)
+    for left_out in patch.hunks:
+        changes = {}
+        for path in {hunk.file for hunk in patch.hunks}:
+            text = read(path).decode()
+            hunks = [hunk for hunk in patch.hunks if hunk.file == path and hunk != left_out]
+            edits = [(_patchtext.places(text, hunk.scope, hunk.old)[0], hunk.old, hunk.new) for hunk in hunks]
+            changes[path] = _patchtext.edit(read(path), edits)
+        report = _patchlib.survey(lambda path: changes.get(path, read(path)), "0.27.1", patch_set())
+        states = {row.name: row.state for row in report.patches}
+        assert (states[patch.name], report.verdict) == ("PARTIAL", "PARTIAL"), left_out
 
 
 def test_05_but_a_second_definition_is_not_unrelated(patched_tree):

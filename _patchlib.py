@@ -194,6 +194,8 @@ def survey(read: Read, version: str, patch_set: PatchSet) -> Report:
     supported = version.split("+")[0] in SUPPORTED
     if not supported and not ships:
         rows = [_unsupported(row, version) for row in rows]
+    if supported and ships:
+        rows = [_foreign(row, version) for row in rows]
     verdict = overall(row.state for row in rows)
     changes = {}
     if verdict == "APPLY":
@@ -237,6 +239,13 @@ def _unsupported(row: Row, version: str) -> Row:
     if row.state != "APPLY":
         return row
     return _drifted(row, f"not applied: vLLM {version} is not {' or '.join(SUPPORTED)}")
+
+
+def _foreign(row: Row, version: str) -> Row:
+    """No 0.27 release ships the port: without a record it is somebody's patch, or an old one of ours."""
+    if row.state != "SHIPPED":
+        return row
+    return replace(row, state="PARTIAL", detail=f"vLLM {version} does not ship this: someone patched it in")
 
 
 def _judge(read: Read, patch_set: PatchSet, record: Record | None) -> tuple[list[Row], bool]:

@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-import _patchlib
-import _tree
-from _patchlib import PatchSet, Problem, Report
-
 HERE = Path(__file__).resolve().parent
+# Not there under python -P.
+sys.path.insert(0, str(HERE))
+
+import _patchlib  # noqa: E402
+import _tree  # noqa: E402
+from _patchlib import PatchSet, Problem, Report  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,7 +28,7 @@ MAX_K = 64
 # The stream needs no more registers; what the last program spills costs less than fewer programs would.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
 _SHARED: dict[tuple, "Workspace"] = {}
-PROGRAMS = 1024  # above which a launch gains nothing from more
+PROGRAMS = 448  # above which a launch gains nothing from more
 
 
 class Tile(NamedTuple):
@@ -53,13 +53,13 @@ class Workspace(NamedTuple):
 def choose_tile(k: int) -> Tile:
     """Small groups for large k: they decide how many logits are looked at again."""
     if k <= 16:
-        return Tile(piece=16384, group=64, sets=64, slots=64, warps=8)
+        return Tile(piece=16384, group=128, sets=64, slots=32, warps=16)
     return Tile(piece=16384, group=32, sets=128, slots=128, warps=16)
 
 
 def choose_pieces(rows: int, row_pieces: int) -> int:
     """Pieces of a program: all multiprocessors busy with few rows, few programs with many."""
-    return max(1, min(row_pieces, rows * row_pieces // PROGRAMS))
+    return max(1, min(row_pieces, 4, rows * row_pieces // PROGRAMS))
 
 
 def make_workspace(
@@ -91,15 +91,16 @@ def top_k(
     valid = logits.shape[1] if valid is None else valid
     if not 0 < valid <= logits.shape[1]:
         raise ValueError(f"top_k: valid = {valid}; it must be in 1 .. {logits.shape[1]}, the logits' width")
-    if not 0 < k <= min(MAX_K, valid):
-        raise ValueError(f"top_k: k = {k}; it must be in 1 .. {min(MAX_K, valid)}")
-    if HAS_TRITON and logits.is_cuda:
+    if not 0 < k <= valid:
+        raise ValueError(f"top_k: k = {k}; it must be in 1 .. {valid}")
+    if HAS_TRITON and logits.is_cuda and k <= MAX_K:
         return launch(logits, k, valid, choose_tile(k), workspace)
     return reference_top_k(logits, k, valid)
 
 
 def reference_top_k(logits: torch.Tensor, k: int, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_k` in PyTorch, for devices without Triton: the same order, made total by packed keys."""
+    """`top_k` in PyTorch, for devices without Triton and for k above MAX_K: the same order, made
+    total by packed keys."""
     x = logits[:, :valid].float()
     x = torch.where(x.isnan(), float("-inf"), x) + 0.0  # -0.0 + 0.0 is +0.0: equal values, equal bits
     bits = x.view(torch.int32).long()

@@ -24,6 +24,20 @@ def _gumbel_sample_kernel(
 ''',
             new='''\
 @triton.jit
+def gumbel_noise(keys, seed, pos, USE_FP64: tl.constexpr):
+    """Gumbel noise of a block of `keys` at one position of a request's stream."""
+    gumbel_seed = tl.randint(seed, pos)
+    if USE_FP64:
+        u = tl_rand64(gumbel_seed, keys, includes_zero=False)
+        noise = -tl.log(-tl.log(u))
+    else:
+        # log1p keeps the winning tail at u -> 0, where fp32 is fine-grained.
+        u = tl_rand32(gumbel_seed, keys, includes_zero=False)
+        noise = -tl.log(-tldevice.log1p(-u))
+    return noise
+
+
+@triton.jit
 def gumbel_noised_argmax(logits, keys, mask, seed, pos, temp, USE_FP64: tl.constexpr):
     """Draw one of `logits` (a block, temperature already applied): (value, index).
 
@@ -34,15 +48,7 @@ def gumbel_noised_argmax(logits, keys, mask, seed, pos, temp, USE_FP64: tl.const
     if USE_FP64:
         logits = logits.to(tl.float64)
     if temp != 0.0:
-        gumbel_seed = tl.randint(seed, pos)
-        if USE_FP64:
-            u = tl_rand64(gumbel_seed, keys, includes_zero=False)
-            noise = -tl.log(-tl.log(u))
-        else:
-            # log1p keeps the winning tail at u -> 0, where fp32 is fine-grained.
-            u = tl_rand32(gumbel_seed, keys, includes_zero=False)
-            noise = -tl.log(-tldevice.log1p(-u))
-        logits += noise
+        logits += gumbel_noise(keys, seed, pos, USE_FP64)
     logits = tl.where(mask, logits, float("-inf"))
     value, idx = tl.max(logits, axis=0, return_indices=True)
     return value, idx
@@ -53,6 +59,6 @@ def _gumbel_sample_kernel(
 ''',
         ),
     ),
-    defines=((FILE, "gumbel_noised_argmax"), (FILE, "gumbel_block_argmax")),
+    defines=((FILE, "gumbel_noise"), (FILE, "gumbel_noised_argmax"), (FILE, "gumbel_block_argmax")),
     shipped=((Sign(FILE, "", "def gumbel_noised_argmax(...): ..."),),),
 )

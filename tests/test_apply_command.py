@@ -296,6 +296,11 @@ def test_errors_do_not_go_where_json_goes(tmp_path):
     assert json.loads(subprocess.run(["bash", "-c", command], capture_output=True).stdout)["exit_code"] == 3
 
 
+def test_python_without_the_script_s_folder_on_its_path(patched_template):
+    command = [PYTHON, "-P", str(REPO / "apply_all.py"), "--root", str(patched_template), "--check"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
 def test_an_empty_root_is_not_this_python_s_own():
     """As in --root "$SITE" where SITE is not set."""
     result = call("--root", "", "--check")

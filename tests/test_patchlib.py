@@ -460,6 +460,17 @@ def test_survey_of_a_release_that_ships_it():
     assert "two" in report.message and "its reason" in report.patches[1].detail
 
 
+@pytest.mark.parametrize("version", ["0.27.0", "0.27.1+rocm"])
+def test_no_0_27_ships_the_port(version):
+    """All of it is there and we did not record it: somebody's patch, not upstream's."""
+    files = {"vllm/a.py": BODY.replace("b()", "added_upstream()"), "vllm/new.py": "theirs = 1\n"}
+    patch_set = _patchlib.load([one_patch(ADD, shipped=SHIPS)], {"d/new.py": "vllm/new.py"}, lambda path: b"")
+    report = _patchlib.survey(tree(files), version, patch_set)
+    assert {row.name: row.state for row in report.patches} == {"one": "PARTIAL", "d/": "PARTIAL"}
+    assert (report.verdict, report.exit_code, report.changes) == ("PARTIAL", 2, {})
+    assert f"vLLM {version} does not ship this" in report.patches[0].detail
+
+
 def test_a_line_that_is_the_same_upstream_is_not_ours():
     """A registry entry can hardly be written in two ways."""
     entry = hunk("x = {\n", "x = {\n    1: 2,\n", "")

@@ -176,8 +176,8 @@ def test_graph_replays_see_new_logits(module, scratch):
 @pytest.mark.parametrize(
     ("k", "valid", "message"),
     [
-        (0, None, "k = 0; it must be in 1 .. 64"),
-        (65, None, "k = 65; it must be in 1 .. 64"),
+        (0, None, "k = 0; it must be in 1 .. 100"),
+        (101, None, "k = 101; it must be in 1 .. 100"),
         (6, 5, "k = 6; it must be in 1 .. 5"),
         (1, 0, "valid = 0; it must be in 1 .. 100"),
         (1, 101, "valid = 101; it must be in 1 .. 100"),

@@ -1,9 +1,7 @@
-"""A DFlash2 draft works on blocks of S + 1 rows; compiled, S is a constant of its graph.
+"""A graph compiled for blocks of S + 1 rows has S in it as a constant, but not in its cache key.
 
-S is not part of the compile-cache key, so a server restarted with another num_speculative_tokens
-loads the graph of the old one from disk and convolves across the wrong rows. The port's own model
-is not torch-compiled today; the key is what keeps it right when one is. The price: a new S compiles
-the target once more.
+A server restarted with another num_speculative_tokens loads the graph of the old one from disk. The
+DFlash2 model that comes with this port is not compiled; a draft that is must not be replayed wrongly.
 """
 
 from _patchlib import Hunk, Patch, Sign

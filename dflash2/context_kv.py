@@ -262,11 +262,6 @@ class ContextKVWriter:
         self._offsets: dict[tuple[int, ...], torch.Tensor] = {}
 
     def can_store(self, slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None) -> bool:
-        """Whether one kernel can write all layers now; if not, the caller writes layer by layer."""
-        slots = self._per_layer(slot_mapping)
-        return self.usable and all(s is not None for s in slots) and self._bind() is not None
-
-    def can_store(self, slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None) -> bool:
         """Whether ``store`` serves these slots; where not, the caller writes layer by layer, or, where
         nothing has slots (a dummy run), not at all."""
         slots = [slot_mapping] if isinstance(slot_mapping, torch.Tensor) else slot_mapping or [None]

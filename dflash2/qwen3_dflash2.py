@@ -32,7 +32,6 @@ from .qwen3_dflash import (
     DFlashQwen3DecoderLayer,
     DFlashQwen3ForCausalLM,
     DFlashQwen3Model,
-    _get_dflash_fc_input_size,
 )
 from .utils import AutoWeightsLoader, get_draft_quant_config, maybe_prefix
 

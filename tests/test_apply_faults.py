@@ -20,13 +20,11 @@ import _tree
 from _patchlib import Hunk, Patch
 from patching import (  # noqa: F401  (fixtures)
     CAUSALITY,
-    EXTRA,
     HOME,
     PYTHON,
     REPO,
     call,
     contents,
-    edit_file,
     older_patch_set,
     patch_set,
     patched_template,

@@ -6,7 +6,6 @@ file run as a script under Triton's interpreter; it prints what each probe found
 
 import json
 import logging
-import sys
 import types
 from pathlib import Path
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context K/V into the paged caches of every draft layer, in one kernel.
 
 One GEMM projects the context states to K and V for all layers at once. What remains per layer is an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grouped dynamic convolution around a DFlash2 sublayer.
 
     out[i, c] = sum_t (base[side, t, c] + delta[i, side, t, c // group]) * x[i - t, c]

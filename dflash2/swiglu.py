@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The activation of a gated MLP: silu(gate) * up.
 
 vLLM's kernel runs one block a row, so that the few rows of a draft step leave most of the GPU idle;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact, sorted top-k of every row of a [rows, vocabulary] tensor in one Triton launch.
 
 The selector needs the K largest logits of each draft position, with K far smaller than the

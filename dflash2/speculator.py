@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash2 speculator: one drafter pass, K candidates a step, and a walk that picks one path.
 
-Losslessness at temperature T rests on two things the walk sees to (and on a third that the seeds
-bring along): what is cached as q is the distribution the token was drawn from, scores / T over the
-K candidates and -inf elsewhere; and the draft's noise is a stream of its own, away from the noise
-that verification uses for the same position.
+Losslessness at temperature T rests on three things. The walk sees to two: what is cached as q is the
+distribution the token was drawn from, scores / T over the K candidates and -inf elsewhere; and the
+draft's noise is a stream of its own, away from the noise that verification uses for the same position.
+The third, that no round draws the noise of another again, is in the seeds the input kernel hands over.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ logger = init_logger(__name__)
 
 # Added to the position that keys the walk's noise. No sequence is this long, so verification,
 # which keys by the bare position, never draws the same numbers.
-DRAFT_NOISE_SALT = 1 << 30
-_SALT = tl.constexpr(DRAFT_NOISE_SALT) if HAS_TRITON else DRAFT_NOISE_SALT
+DRAFT_NOISE_OFFSET = 2**30
+_NOISE_OFFSET = tl.constexpr(DRAFT_NOISE_OFFSET) if HAS_TRITON else DRAFT_NOISE_OFFSET
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _walk_kernel(
                 lanes, in_k, dims, in_rank, vocab_size, K, RANK,
             )  # fmt: skip
         # The noise needs no score either: it is made while the predecessor's row is on its way.
-        pos = tl.load(sample_pos_ptr + row) + _SALT
+        pos = tl.load(sample_pos_ptr + row) + _NOISE_OFFSET
         noise = tl.zeros([PADDED_K], tl.float64 if USE_FP64 else tl.float32)
         if temp != 0.0:
             noise = gumbel_noise(ids, seed, pos, USE_FP64)

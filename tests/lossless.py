@@ -4,8 +4,8 @@ A small world with known tables stands for target and drafter; around it runs wh
 input kernel, the walk with its cached proposal, and vLLM's rejection sampler, over chained rounds, in a
 continuous batch. Greedy requests and four temperatures share every batch; requests finish mid-batch and
 new ones take their slots; half of those start with padded drafts (token 0, not drawn by anybody); a
-third verify fewer drafts than were made, a third have placeholders among them. The joint of each request's first three tokens is then
-compared with the product of the target's conditionals, by chi-square.
+third verify fewer drafts than were made, a third have placeholders among them. The joint of each
+request's first three tokens is then compared with the product of the target's conditionals, by chi-square.
 
 On a GPU, with the patched vLLM on PYTHONPATH:
 
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 import transcription
+from transcription import DRAFT_NOISE_OFFSET
 
 V = 16
 RANK = 4
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0, 1.4)
 ENOUGH = 4  # tokens a request emits before it leaves; fewer rounds cannot see noise that is used again
-SALT = transcription.DRAFT_OFFSET
 
 
 @dataclass(frozen=True)
@@ -302,9 +302,9 @@ def draft_key(slots, live, anchor):
     """(seeds, shift of the positions) that key the walk's noise, right or wrong as the case says."""
     seed, fault = slots.seed[live], slots.case.fault
     if fault == "shared noise":
-        return seed, -SALT - 1
+        return seed, -DRAFT_NOISE_OFFSET - 1
     if fault == "noise one position on":
-        return seed, -SALT
+        return seed, -DRAFT_NOISE_OFFSET
     if fault == "position-keyed noise":
         return seed, 0
     return seed ^ (anchor << 32), 0

@@ -10,7 +10,7 @@ import numpy as np
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 RAND_MIN = np.float32(4.6566127342e-10)
-DRAFT_OFFSET = 2**30
+DRAFT_NOISE_OFFSET = 2**30
 
 
 def philox(seed, offset):
@@ -50,7 +50,7 @@ def walk(ids, unary, hidden, predecessor, successor, anchors, seeds, positions, 
     for t in range(steps):
         gate = predecessor[token] * hidden[:, t]
         scores[:, t] = (unary[:, t] + (successor[ids[:, t]] * gate[:, None]).sum(-1)) / hot
-        noise = gumbel(seeds, positions[:, t] + DRAFT_OFFSET, ids[:, t])
+        noise = gumbel(seeds, positions[:, t] + DRAFT_NOISE_OFFSET, ids[:, t])
         drawn = scores[:, t] + np.where(temperature[:, None] == 0, np.float32(0), noise)
         token = tokens[:, t] = ids[rows, t, drawn.argmax(-1)]
     return tokens, scores

@@ -1,6 +1,6 @@
 """The whole draft step on a GPU, from the embedding to the cached proposal, as CUDA-graph replays.
 
-    python bench/draft_step.py [--out DIR]
+    python bench/draft_step.py [--out DIR] [--architecture DFlash2BeamDraftModel]
 
 Needs a GPU and a vLLM 0.27.1 that this tool was applied to. The engine is the real one, at the
 dimensions of Qwen3.8-27B's drafter with dummy weights; the target has only the layers the drafter
@@ -215,8 +215,8 @@ def replay_times(managers: dict[str, DFlashCudaGraphManager], batch: int, rounds
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for draft_step.json")
-    parser.add_argument("--architecture", default="DFlash2DraftModel")
+    parser.add_argument("--out", type=Path, help="folder for draft_step_ARCHITECTURE.json")
+    parser.add_argument("--architecture", default="DFlash2DraftModel", help="or DFlash2BeamDraftModel")
     args = parser.parse_args()
     batches = list(GOALS)
     folder = Path(tempfile.mkdtemp())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the DFlash2 drafter, each with the plain torch it stands for."""
+"""Triton kernels of the DFlash2 drafter."""

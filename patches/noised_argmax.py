@@ -1,7 +1,8 @@
 """The walk samples one of K candidates with Gumbel noise, inside its own kernel.
 
 0.27.1 has the noise only inside `gumbel_block_argmax`, which every sampled token goes through;
-that function stays as it is, and the walk gets one it can call.
+that function stays as it is, and the walk gets the noise and the draw as two it can call. Two, because
+the noise needs no score: the walk makes it while it waits for the predecessor's row.
 """
 
 from _patchlib import Hunk, Patch, Sign
@@ -31,7 +32,7 @@ def gumbel_noise(keys, seed, pos, USE_FP64: tl.constexpr):
         u = tl_rand64(gumbel_seed, keys, includes_zero=False)
         noise = -tl.log(-tl.log(u))
     else:
-        # log1p keeps the winning tail at u -> 0, where fp32 is fine-grained.
+        # The largest noise decides: made from u near 0, where float32 is finest.
         u = tl_rand32(gumbel_seed, keys, includes_zero=False)
         noise = -tl.log(-tldevice.log1p(-u))
     return noise

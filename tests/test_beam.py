@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import reference
+from answers import Answers
 from conftest import REPO, TINY
 from pair import draft_shapes, write, write_pair
 
@@ -112,15 +113,7 @@ def test_scaled_and_capped_drafts_match_float32(engine, tmp_path):
 @pytest.fixture(scope="module")
 def found(run_patched):
     """found(probe) -> what it saw in the patched vLLM."""
-    done = run_patched(Path(__file__), interpret=True)
-    answers = json.loads(done.stdout.splitlines()[-1])
-
-    def answer(probe):
-        value = answers[probe]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
-
-    return answer
+    return Answers(run_patched(Path(__file__), interpret=True).stdout)
 
 
 def test_edges_match_float32(found):

@@ -1,9 +1,6 @@
 """dflash2/context_kv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,7 +9,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-SOURCE = Path(__file__).resolve().parent.parent / "dflash2" / "context_kv.py"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from answers import run_interpreted  # noqa: E402
+from bench._common import load_kernels  # noqa: E402
+
 EPS = 1e-6
 
 
@@ -55,26 +56,6 @@ BIG = [
     Case("head dim 80, e4m3", 2, 5, 80, 1000, page=FP8, layout="padded"),
     Case("head dim 96", 2, 5, 96, 1000, block=784),
 ]
-
-
-def load():
-    """The module, without vLLM: it asks vLLM for nothing but Triton."""
-    import triton
-    import triton.language as tl
-
-    stub = types.ModuleType("vllm.triton_utils")
-    stub.triton, stub.tl = triton, tl
-    spec = importlib.util.spec_from_file_location("context_kv", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    known = sys.modules.get("vllm.triton_utils")
-    sys.modules["vllm.triton_utils"] = stub
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.modules.pop("vllm.triton_utils")
-        if known is not None:
-            sys.modules["vllm.triton_utils"] = known
-    return module
 
 
 def empty_pages(case, blocks, device):
@@ -194,11 +175,7 @@ def poison(dtype, device):
 @pytest.fixture(scope="module")
 def interpreted():
     """{name of case: what is wrong}, from one process that runs every small case without a GPU."""
-    # The variable has to be set before Triton is imported, which other tests may have done here.
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -209,12 +186,12 @@ def test_interpreted_kernel_matches_float32(interpreted, case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL + BIG, ids=lambda case: case.name)
 def test_kernel_matches_float32(case):
-    assert check(load(), case, "cuda") == []
+    assert check(load_kernels("context_kv"), case, "cuda") == []
 
 
 @pytest.mark.gpu
 def test_one_compilation_serves_every_number_of_tokens():
-    module = load()
+    module = load_kernels("context_kv")
     for tokens in (1, 2, 16, 17, 100, 4096):
         assert check(module, Case("", 5, 8, 128, tokens), "cuda") == []
     (compiled, *_), = module._store_context_kv_kernel.device_caches.values()
@@ -254,7 +231,7 @@ FALLBACKS = {
 
 @pytest.fixture(scope="module")
 def module():
-    return load()
+    return load_kernels("context_kv")
 
 
 def writer(module, layers, head_dim=64, **options):
@@ -326,6 +303,6 @@ def test_the_writer_stores_what_the_kernel_stores(interpreted):
 
 
 if __name__ == "__main__":
-    loaded = load()
+    loaded = load_kernels("context_kv")
     results = {case.name: check(loaded, case, "cpu") for case in SMALL}
     print(json.dumps({**results, "writer": check_writer(loaded)}))

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from answers import Answers, last_line
+
 PROBES = Path(__file__).with_name("runtime_probes.py")
 SERVE = Path(__file__).with_name("runtime_serve.py")
 LIMIT = 64  # max_model_len that runtime_serve.py serves with, four pages of 16
@@ -26,15 +28,7 @@ LIMIT = 64  # max_model_len that runtime_serve.py serves with, four pages of 16
 @pytest.fixture(scope="module")
 def found(run_patched):
     """found(probe) -> what the probe of that name saw in the patched vLLM."""
-    done = run_patched(PROBES, interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"})
-    answers = json.loads(done.stdout.splitlines()[-1])
-
-    def answer(probe):
-        value = answers[probe]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
-
-    return answer
+    return Answers(run_patched(PROBES, interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"}).stdout)
 
 
 def test_draft_slots(found):
@@ -140,7 +134,7 @@ def serve(run_patched):
 
     def run(cases):
         env = {"VLLM_LOGGING_LEVEL": "ERROR"}
-        return json.loads(run_patched(SERVE, json.dumps(cases), interpret=True, env=env).stdout.splitlines()[-1])
+        return last_line(run_patched(SERVE, json.dumps(cases), interpret=True, env=env).stdout)
 
     return run
 

@@ -9,13 +9,14 @@ NaN), ids at the vocabulary's edge, placeholders from any draft on, a one-token 
 decoding batch, a prompt of S + 1 tokens, drafts past a grammar's end.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from answers import Answers
 
 TESTS = Path(__file__).resolve().parent
 PROBES = TESTS / "sampling_probes.py"
@@ -26,16 +27,6 @@ UNPATCHED = (
 PATCHED = (*UNPATCHED, "draft_samplers", "reset_slots", "seeds_of_drafts", "uniform_counts")
 V, S = 16, 7
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
-
-
-class Answers:
-    def __init__(self, output):
-        self.found = json.loads(output.splitlines()[-1])
-
-    def __call__(self, probe):
-        value = self.found[probe]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
 
 
 @pytest.fixture(scope="module")

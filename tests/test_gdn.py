@@ -8,18 +8,18 @@ Faults tried: fewer drafts than S behind another request, no drafts at all after
 a prompt's piece of S + 1 tokens in front, a one-token prompt that is padded, or alone.
 """
 
-import json
 from pathlib import Path
 
 import pytest
+
+from answers import last_line
 
 PROBES = Path(__file__).with_name("gdn_probes.py")
 
 
 @pytest.fixture(scope="module")
 def errors(run_patched):
-    done = run_patched(PROBES, interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"})
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_line(run_patched(PROBES, interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"}).stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """dflash2/swiglu.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from answers import run_interpreted  # noqa: E402
 from bench._common import load_kernels  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,11 +67,7 @@ def check(silu_and_mul, case, device):
 @pytest.fixture(scope="module")
 def interpreted():
     """{name of case: what is wrong}, from one process that runs every small case without a GPU."""
-    # The variable has to be set before Triton is imported, which other tests may have done here.
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_interpreted(__file__)
 
 
 @pytest.fixture(scope="module")

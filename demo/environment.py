@@ -60,7 +60,7 @@ def claim(venv, record):
         raise SystemExit(f"error: {venv} was not made by this demo: move it away, or use it with --venv {venv}")
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         version = ".".join(map(str, sys.version_info[:3]))
-        raise SystemExit(f"error: Python {version}: vLLM 0.27.1 runs on Python 3.11 to 3.14; start this with one of them")
+        raise SystemExit(f"error: Python {version}: this needs Python 3.11 to 3.14; start it with one of them")
     venv.mkdir(parents=True)
     record.write_text("{}")
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import _tree
-from _patchlib import PatchSet, Problem, Read, Report, load, survey
-from patches import INSTALLED, PATCHES
+from _patchlib import PatchSet, Problem, Read, Report, survey
 
 UNREADABLE = "UNREADABLE"
 CONNECTIONS = 8
@@ -259,14 +258,9 @@ def how_to_read(versions: list[str], tree: str | None, git: str | None):
     return partial(_wheel_of, Index(_ask_pip()))
 
 
-def own_patches() -> PatchSet:
-    return load(PATCHES, INSTALLED, _tree.reader(Path(__file__).resolve().parent))
-
-
-def main(versions: list[str], tree: str | None = None, git: str | None = None, as_json: bool = False) -> int:
-    """Print what each version is to us, and return the exit code. Raises Problem if our own patches are at fault."""
+def main(patch_set: PatchSet, versions: list[str], tree: str | None, git: str | None, as_json: bool) -> int:
+    """Print what each version is to us, and return the exit code."""
     versions = list(dict.fromkeys(version.removeprefix("v") for version in versions))
-    patch_set = own_patches()
     try:
         results = survey_all(how_to_read(versions, tree, git), versions, patch_set)
     except ImportError as error:

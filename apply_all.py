@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.drift:
             import _drift
 
-            return _drift.main(given.drift, tree=given.tree, git=given.git, as_json=given.json)
+            return _drift.main(own_patches(), given.drift, given.tree, given.git, given.json)
         report = run(given)
         with unread_output():
             if given.json:

@@ -18,6 +18,7 @@ import _drift
 from _patchlib import Problem
 from conftest import REPO, apply_all
 from patches import PATCHES
+from patching import patch_set
 
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "init.defaultBranch=main"]
 
@@ -289,7 +290,7 @@ class Surveyed:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_drift.Index, "_session", counted)
             patch.setattr(sys, "dont_write_bytecode", True)
-            self.patch_set = _drift.own_patches()
+            self.patch_set = patch_set()
             versions = [*VERSIONS, "0.26.0", "9.9.9"]
             self.results = _drift.survey_all(_drift.how_to_read(versions, None, None), versions, self.patch_set)
         watching = False

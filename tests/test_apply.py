@@ -21,9 +21,10 @@ from _patchlib import Hunk, Patch, Problem
 from patches import INSTALLED, PATCHES
 from patching import (  # noqa: F401  (fixtures)
     CAUSALITY,
+    EXTRA,
     HOME,
     PYTHON,
-    EXTRA,
+    REPO,
     SOURCE,
     call,
     contents,
@@ -309,15 +310,11 @@ def test_08_again_and_again(tree):
 
 def test_08_twice_at_the_same_moment(tree, patched_template):
     command = [PYTHON, "-c", "import sys, apply_all; sys.exit(apply_all.main(sys.argv[1:]))", "--root", str(tree)]
-    running = [subprocess.Popen(command, cwd=_repo(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    running = [subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate()[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert sorted("Applied" in output for output in outputs) == [False, True]
     assert contents(tree) == contents(patched_template)
-
-
-def _repo():
-    return os.path.dirname(os.path.abspath(_patchlib.__file__))
 
 
 # 9
@@ -328,7 +325,7 @@ def test_09_inside_a_dirty_checkout(tmp_path, template, patched_template):
     (checkout / "dirty.py").write_text("x = (\n")
     site = shutil.copytree(template, checkout / ".venv" / "lib" / "site-packages")
     environment = {**os.environ, "PATH": ""}  # nothing that could be consulted
-    done = subprocess.run([PYTHON, "apply_all.py", "--root", site], cwd=_repo(), env=environment, capture_output=True)
+    done = subprocess.run([PYTHON, "apply_all.py", "--root", site], cwd=REPO, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert contents(site) == contents(patched_template)
     assert (checkout / "dirty.py").read_text() == "x = (\n"
@@ -434,7 +431,7 @@ def as_nobody(*arguments):
         "sys.exit(apply_all.main(sys.argv[1:]))"
     )
     command = [PYTHON, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=_repo(), capture_output=True, text=True)
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
 
 
 def test_13_read_only_and_patched_already(patched_template, read_only_copy):
@@ -482,14 +479,14 @@ def test_15_ascii_locale(tree, arguments, code):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment.pop("PYTHONIOENCODING", None)
     command = [PYTHON, "apply_all.py", "--root", str(tree), *arguments]
-    done = subprocess.run(command, cwd=_repo(), env=environment, capture_output=True)
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True)
     assert done.returncode == code, done.stderr
 
 
 def test_15_text_that_the_locale_cannot_print(tree):
     edit_file(tree, CAUSALITY, '.get("causal")', '.get("caus\u00e4l")')
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([PYTHON, "apply_all.py", "--root", tree], cwd=_repo(), env=environment, capture_output=True)
+    done = subprocess.run([PYTHON, "apply_all.py", "--root", tree], cwd=REPO, env=environment, capture_output=True)
     assert done.returncode == 2 and b"Traceback" not in done.stderr
     assert b'.get("caus\\xe4l")' in done.stderr
 

@@ -226,17 +226,7 @@ def test_stopped_from_outside_it_rolls_back(tree, number):
 @pytest.mark.parametrize("renames", [5, 35])
 def test_a_killed_process_is_undone_by_revert(tree, template, renames):
     """Killed outright, nothing can roll back: the record is there before the first change, so --revert can."""
-    code = (
-        "import os, sys, apply_all\n"
-        "real, left = os.replace, [int(sys.argv.pop(1))]\n"
-        "def replace(*a):\n"
-        "    left[0] -= 1\n"
-        "    os._exit(9) if left[0] < 0 else real(*a)\n"
-        "os.replace = replace\n"
-        "apply_all.main(sys.argv[1:])\n"
-    )
-    done = subprocess.run([PYTHON, "-c", code, str(renames), "--root", tree], cwd=REPO, capture_output=True)
-    assert done.returncode == 9, done.stderr
+    killed(tree, "replace", renames)
     changed = [path for path, data in contents(template).items() if contents(tree).get(path) != data]
     if (tree / HOME / "record.json").exists():
         result = call("--root", tree)

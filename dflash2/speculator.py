@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Config
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_noise, gumbel_noised_argmax
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
     DFlashSpeculator,
     prepare_dflash_inputs,
@@ -102,11 +102,6 @@ def _walk_kernel(
                 row + 1, candidate_ids_ptr, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
                 lanes, in_k, dims, in_rank, vocab_size, K, RANK,
             )  # fmt: skip
-        # The noise needs no score either: it is made while the predecessor's row is on its way.
-        pos = tl.load(sample_pos_ptr + row) + _NOISE_OFFSET
-        noise = tl.zeros([PADDED_K], tl.float64 if USE_FP64 else tl.float32)
-        if temp != 0.0:
-            noise = gumbel_noise(ids, seed, pos, USE_FP64)
         gate = gate.to(tl.float32) * hidden.to(tl.float32)
         scores = unary + tl.sum(successors.to(tl.float32) * gate[None, :], axis=1)
         if temp != 0.0:
@@ -115,7 +110,8 @@ def _walk_kernel(
         # that is no number is never chosen, and a row without any falls to its first candidate.
         scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
         scores = tl.minimum(scores, 3.0e38)
-        best, pick = gumbel_noised_argmax(scores + noise, ids, in_k, seed, pos, 0.0, USE_FP64)
+        pos = tl.load(sample_pos_ptr + row) + _NOISE_OFFSET
+        best, pick = gumbel_noised_argmax(scores, ids, in_k, seed, pos, temp, USE_FP64)
         pick = tl.where(best > float("-inf"), pick, 0)
         token = tl.sum(tl.where(lanes == pick, ids, 0), axis=0)
         tl.store(draft_tokens_ptr + row, token)

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import _tree
-from _patchlib import PatchSet, Problem, Read, Report, survey
+from _patchlib import PatchSet, Problem, Read, Report, survey, tree_object
 
 UNREADABLE = "UNREADABLE"
 CONNECTIONS = 8
@@ -300,12 +300,8 @@ def exit_code(results: dict[str, Report | str]) -> int:
 
 def as_object(results: dict[str, Report | str]) -> dict:
     """The object that `--json` prints: that of a single tree under each version."""
-
-    def unread(version: str, message: str) -> dict:
-        return {"verdict": None, "exit_code": 3, "version": version, "message": message, "patches": []}
-
     versions = {
-        version: unread(version, result) if isinstance(result, str) else result.as_json()
+        version: tree_object(None, 3, version, result) if isinstance(result, str) else result.as_json()
         for version, result in results.items()
     }
     return {"versions": versions, "exit_code": exit_code(results)}

@@ -72,13 +72,15 @@ class Report:
     def as_json(self) -> dict:
         """The object that `--json` prints for one tree."""
         rows = [{**vars(row), "files": list(row.files)} for row in self.patches]
-        return {
-            "verdict": self.verdict,
-            "exit_code": self.exit_code,
-            "version": self.version,
-            "message": self.message,
-            "patches": rows,
-        }
+        return tree_object(self.verdict, self.exit_code, self.version, self.message, rows)
+
+
+def tree_object(
+    verdict: str | None, exit_code: int, version: str | None, message: str, rows: Iterable[dict] = ()
+) -> dict:
+    """What `--json` prints for one tree, also for one that could not be judged."""
+    found = {"verdict": verdict, "exit_code": exit_code, "version": version, "message": message}
+    return {**found, "patches": list(rows)}
 
 
 # The record that a patched tree carries.
@@ -163,11 +165,7 @@ def original(read: Read, record: Record, path: str) -> bytes | None:
 def edited(read: Read, record: Record) -> list[str]:
     """Recorded files that hold neither what they held before us nor what we wrote."""
     found = {path: read(path) for path in record.files}
-    return [path for path, data in found.items() if _hash(data) not in record.files[path]]
-
-
-def _hash(data: bytes | None) -> str | None:
-    return None if data is None else sha256(data)
+    return [path for path, data in found.items() if sha256(data) not in record.files[path]]
 
 
 # The verdict on a tree.
@@ -341,7 +339,7 @@ def _file_finding(data: bytes | None, wanted: bytes, path: str, record: Record |
 def _patch_row(read: Read, patch_set: PatchSet, patch: Patch, record: Record | None) -> Row:
     """`record` says that the patch was applied, None that it was not or that nobody knows."""
     files = {hunk.file for hunk in patch.hunks}
-    if record and all(_hash(read(path)) == record.files.get(path, (None, ""))[1] for path in files):
+    if record and all(sha256(read(path)) == record.files.get(path, (None, ""))[1] for path in files):
         return _row(patch, "NOOP", patch.why)
     findings = []
     for number, hunk in enumerate(patch.hunks, 1):

@@ -36,8 +36,9 @@ class Problem(Exception):
         self.exit_code = EXIT_CODES[verdict] if verdict else 3
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def sha256(data: bytes | None) -> str | None:
+    """None for the data of a file that is not there."""
+    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 # Many releases are surveyed in one run and a tree takes megabytes, so the oldest are forgotten.

@@ -383,7 +383,7 @@ def _write_all(journal: Journal, site: Site, report: Report, patch_set: PatchSet
     ours = {kept(path): data for path, data in before.items() if data is not None}
     if site.wheel:
         ours[kept(site.wheel)] = read(site.wheel)
-    hashes = {path: (_digest(data), sha256(report.changes[path])) for path, data in before.items()}
+    hashes = {path: (sha256(data), sha256(report.changes[path])) for path, data in before.items()}
     record = Record(
         digest=patch_set.digest,
         version=site.version,
@@ -428,14 +428,10 @@ def revert(site: Site, force: bool) -> int:
         check_writable(site.root, _touched(record))
         _put_back(journal, read, record)
         now = reader(site.root)
-        wrong = [path for path, (before, _) in record.files.items() if _digest(now(path)) != before]
+        wrong = [path for path, (before, _) in record.files.items() if sha256(now(path)) != before]
         if wrong:
             raise Problem(f"not restored: {', '.join(wrong)}", "PARTIAL")
     return len(record.files)
-
-
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else sha256(data)
 
 
 def _ours(record: Record) -> list[str]:

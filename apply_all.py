@@ -138,8 +138,7 @@ def complain(error: Problem | OSError, given: argparse.Namespace) -> int:
     code = 0 if given.status and problem.verdict else problem.exit_code
     with unread_output():
         if given.json:
-            found = {"verdict": problem.verdict, "exit_code": code, "version": None, "message": str(problem)}
-            print(json.dumps({**found, "patches": []}, indent=1))
+            print(json.dumps(_patchlib.tree_object(problem.verdict, code, None, str(problem)), indent=1))
         print(f"apply_all.py: {problem}", file=sys.stderr)
         sys.stdout.flush()
     return code

@@ -1,7 +1,8 @@
 """The engine on a GPU: `python tests/gpu/run.py --out DIR` prints one table and writes DIR/engine.json.
 
 Needs the CUDA build of vLLM 0.27.1 in this Python. It is not touched: a copy is patched and used. Every
-engine is a process with a time limit of its own, and several of them share the card (30 GB of it).
+engine is a process with a time limit of its own, and several of them share the card (30 GB of it). What
+needs two GPUs is left out where there is one, and said to be.
 Exit status: 0 all checks passed, 1 some did not, 3 nothing could be run.
 """
 
@@ -9,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,8 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO / "demo"), str(REPO)]  # as pytest has them for conftest
+
+import torch  # noqa: E402
 
 import jobs  # noqa: E402
 import judge  # noqa: E402
@@ -61,8 +65,13 @@ class Process:
             command += [f"--{name}", getattr(arguments, name)]
         self.deadline = time.monotonic() + job.limit + arguments.seconds * ("soak" in job.phases)
         with self.log_path.open("w") as log:
+            # A session of its own, so that the workers of an engine over several GPUs end with it.
             self.process = subprocess.Popen(
-                [str(part) for part in command], stdout=log, stderr=subprocess.STDOUT, env=environment(site)
+                [str(part) for part in command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(site),
+                start_new_session=True,
             )
 
     def running(self) -> bool:
@@ -72,7 +81,7 @@ class Process:
 
     def end(self) -> None:
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def facts(self) -> dict:
@@ -100,6 +109,10 @@ def environment(site: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "2",
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # For engines over two GPUs: a forked worker could not use CUDA if its parent had looked at it; jobs.TWO_GPUS.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "NCCL_NVLS_ENABLE": "0",
         "PYTHONPATH": path,
     }
 
@@ -108,32 +121,40 @@ def run_jobs(chosen, arguments, site: Path, scratch: Path) -> list[Process]:
     """Run the jobs until the limit and return them finished; what is known is in the report all along."""
     waiting, processes, reported = list(chosen), [], 0
     end = time.monotonic() + arguments.limit
-    while waiting or any(p.running() for p in processes):
-        if time.monotonic() > end:
-            for process in processes:
-                process.end()
-            break
-        job = next_job(waiting, [p for p in processes if p.running()])
-        if job is None:
-            time.sleep(0.5)
-        else:
-            waiting.remove(job)
-            processes.append(Process(job, arguments, site, scratch))
-        done = sum(not p.running() for p in processes)
-        if done > reported:
-            reported = done
-            write_report(arguments.out, chosen, processes)
+    try:
+        while time.monotonic() < end and (waiting or any(p.running() for p in processes)):
+            job = next_job(waiting, [p for p in processes if p.running()])
+            if job is None:
+                time.sleep(0.5)
+            else:
+                waiting.remove(job)
+                processes.append(Process(job, arguments, site, scratch))
+            done = sum(not p.running() for p in processes)
+            if done > reported:
+                reported = done
+                write_report(arguments.out, chosen, processes)
+    finally:
+        # Also after Ctrl-C, which does not reach other sessions.
+        for process in processes:
+            process.end()
     return processes
 
 
 def next_job(waiting: list, busy: list[Process]):
-    """The job to start now, if any. Engines with CUDA graphs start one after another: while one captures,
-    another one's memory would be measured wrongly; and latencies are measured on a card nobody else uses."""
+    """The job to start now, if any. Latencies are measured on a card nobody else uses. Of one target, engines with
+    CUDA graphs start one after another: the second finds compiled what the first compiled. (They do not mind each
+    other's memory: with a fixed cache vLLM measures none.)"""
     facts = [(p.job, p.facts()) for p in busy]
     if len(busy) >= AT_ONCE or any("latency" in job.phases and "latency_seconds" not in known for job, known in facts):
         return None
-    capturing = any(job.graphs and "start_seconds" not in known for job, known in facts)
-    return next((job for job in waiting if not (job.graphs and capturing)), None)
+    capturing = {job.target for job, known in facts if job.graphs and "start_seconds" not in known}
+    return next((job for job in waiting if not (job.graphs and job.target in capturing)), None)
+
+
+def split_by_gpus(wanted: list, gpus: int) -> tuple[list, list]:
+    """The jobs that ``gpus`` visible GPUs are enough for, and the others; those for one GPU run on a CPU as well."""
+    enough = [job for job in wanted if job.gpus <= max(gpus, 1)]
+    return enough, [job for job in wanted if job not in enough]
 
 
 def write_report(out: Path, chosen: list, processes: list[Process]) -> list[Row]:
@@ -266,6 +287,7 @@ def checks() -> list[tuple[str, tuple[str, ...], Callable[..., list[Row]]]]:
         ("chunked prefill", ("eager-plain", "eager-chunked"), chunked_rows),
         ("abort and submit again", ("graphs-plain", serve), abort_rows),
         ("first request", (serve,), lambda own: latency_rows(own["latency"])),
+        ("tensor parallel", ("graphs-tensor-parallel-plain", "graphs-tensor-parallel"), tensor_parallel_rows),
     ]
     for mode in ("eager", "graphs"):
         name = f"hybrid target, {graphs_or_eager(mode)}"
@@ -318,6 +340,17 @@ def abort_rows(plain: dict, own: dict) -> list[Row]:
     return [text_row(name, plain["text"], phase["texts"], True)]
 
 
+def tensor_parallel_rows(plain: dict, own: dict) -> list[Row]:
+    # Two halves of a sum round otherwise than the whole: the measure is plain decoding on two GPUs, not on one.
+    name, phase = "tensor parallel, 2 GPUs", own["text"]
+    graphs = phase["draft_graphs"]
+    return [
+        text_row(f"{name}: greedy text", plain["text"], phase["texts"], True),
+        acceptance_row(f"{name}: acceptance", phase),
+        Row(f"{name}: full draft graphs", f"{graphs} on each GPU", graphs > 0),
+    ]
+
+
 def judge_all(facts: dict[str, dict]) -> list[Row]:
     """Rows of every check whose jobs were run; one without the facts it needs has failed."""
     rows = []
@@ -356,6 +389,8 @@ def parse_arguments():
 
 def main() -> int:
     arguments = parse_arguments()
+    # The jobs are other sessions: what ends this process ends them only if it can clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended by SIGTERM"))
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dflash2-engine-", ignore_cleanup_errors=True) as scratch:
         try:
@@ -369,7 +404,8 @@ def main() -> int:
 
 def run_and_print(arguments, site: Path, scratch: Path) -> list[Row]:
     begin = time.monotonic()
-    chosen = [job for job in jobs.JOBS if not arguments.only or job.name in arguments.only]
+    wanted = [job for job in jobs.JOBS if not arguments.only or job.name in arguments.only]
+    chosen, left_out = split_by_gpus(wanted, torch.cuda.device_count())
     processes = run_jobs(chosen, arguments, site, scratch)
     for process in processes:
         if process.failed():
@@ -377,6 +413,8 @@ def run_and_print(arguments, site: Path, scratch: Path) -> list[Row]:
     rows = write_report(arguments.out, chosen, processes)
     starts = ", ".join(f"{p.job.name} {p.facts().get('start_seconds', math.nan):.0f}" for p in processes)
     print("seconds to start:", starts)
+    for job in left_out:
+        print(f"not run: {job.name} needs {job.gpus} GPUs")
     if rows:
         print_table(rows)
     failed = sum(not row.passed for row in rows)

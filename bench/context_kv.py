@@ -44,7 +44,6 @@ class Inputs:
         self.cos_sin = torch.randn(tokens + 4096, HEAD_DIM, device="cuda").bfloat16()
         self.positions = torch.arange(tokens, device="cuda") + 4000
         self.slots = torch.randperm(blocks * PAGE, device="cuda")[:tokens]
-        self.offsets = torch.zeros(LAYERS, dtype=torch.int64, device="cuda")
         self.scales = [torch.tensor(0.02, device="cuda") for _ in range(2 * LAYERS)]
         shape = (blocks, PAGE, HEADS, 2 * HEAD_DIM)
         self.caches = [torch.zeros(shape, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(LAYERS)]
@@ -59,7 +58,7 @@ class Inputs:
 
 def ours(module):
     def call(x: Inputs) -> None:
-        module.store_context_kv(x.kv, x.weights, EPS, x.positions, x.cos_sin, x.slots, x.offsets, x.pages)
+        module.store_context_kv(x.kv, x.weights, EPS, x.positions, x.cos_sin, x.slots, None, x.pages)
 
     return call
 

@@ -73,15 +73,24 @@ def _store_context_kv_kernel(
     token = row // NUM_HEADS
     head = row % NUM_HEADS
     inside = token < num_tokens
-    slots = slot_ptr + tl.load(slot_offset_ptr + layer)
-    slot = tl.load(slots + token, mask=inside, other=-1).to(tl.int64)
-    # A negative slot is padding or a rejected row: nothing of it is read or written.
-    live = slot >= 0
-    position = tl.load(position_ptr + token, mask=live, other=0).to(tl.int64)
+    if slot_offset_ptr is not None:
+        slot_ptr += tl.load(slot_offset_ptr + layer)
+    slot = tl.load(slot_ptr + token, mask=inside, other=-1).to(tl.int64)
+    # A decode step takes as long as its longest chain of loads: only cos, sin and the stores wait for a slot.
+    k_cache = _address(table_ptr, layer, DTYPE)
+    v_cache = _address(table_ptr, num_layers + layer, DTYPE)
+    k_scale = 1.0
+    v_scale = 1.0
+    if LIMIT > 0:
+        k_scale = tl.load(tl.load(table_ptr + 2 * num_layers + layer).to(tl.pointer_type(tl.float32)))
+        v_scale = tl.load(tl.load(table_ptr + 3 * num_layers + layer).to(tl.pointer_type(tl.float32)))
+    position = tl.load(position_ptr + token, mask=inside, other=0).to(tl.int64)
 
     HALF: tl.constexpr = HEAD_DIM // 2
-    col = tl.arange(0, COLS)[None, :]
-    mask = live[:, None] & (col < HALF)
+    # Every load spans rows and columns: a single row would have a layout of its own, and K, cos and sin
+    # would go through shared memory to meet it.
+    col = tl.broadcast_to(tl.arange(0, COLS)[None, :], (ROWS, COLS))
+    mask = inside[:, None] & (col < HALF)
     source = token.to(tl.int64) * kv_stride + (layer * 2 * NUM_HEADS + head) * HEAD_DIM
     k_in = kv_ptr + source[:, None] + col
     v_in = k_in + NUM_HEADS * HEAD_DIM
@@ -89,33 +98,29 @@ def _store_context_kv_kernel(
     k2 = tl.load(k_in + HALF, mask=mask, other=0.0).to(tl.float32)
     v1 = tl.load(v_in, mask=mask, other=0.0)
     v2 = tl.load(v_in + HALF, mask=mask, other=0.0)
-    angle = cos_sin_ptr + position[:, None] * cos_sin_stride + col
-    cos = tl.load(angle, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF, mask=mask, other=0.0).to(tl.float32)
     weight = weight_ptr + layer * HEAD_DIM + col
     w1 = tl.load(weight, mask=col < HALF, other=0.0).to(tl.float32)
     w2 = tl.load(weight + HALF, mask=col < HALF, other=0.0).to(tl.float32)
 
-    square = tl.sum(k1 * k1, axis=1) + tl.sum(k2 * k2, axis=1)
-    scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-    k1 = k1 * scale * w1
-    k2 = k2 * scale * w2
-    r1 = k1 * cos - k2 * sin
-    r2 = k2 * cos + k1 * sin
+    # A negative slot is padding or a rejected row: nothing of it is written, its position may be anything.
+    mask = mask & (slot >= 0)[:, None]
+    angle = cos_sin_ptr + position[:, None] * cos_sin_stride + col
+    cos = tl.load(angle, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(angle + HALF, mask=mask, other=0.0).to(tl.float32)
 
     page = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     target = (page + head * head_stride)[:, None] + col
-    k_out = _address(table_ptr, layer, DTYPE) + target
-    v_out = _address(table_ptr, num_layers + layer, DTYPE) + target
-    k_scale = 1.0
-    v_scale = 1.0
-    if LIMIT > 0:
-        k_scale = tl.load(tl.load(table_ptr + 2 * num_layers + layer).to(tl.pointer_type(tl.float32)))
-        v_scale = tl.load(tl.load(table_ptr + 3 * num_layers + layer).to(tl.pointer_type(tl.float32)))
-    tl.store(k_out, _encode(r1, k_scale, DTYPE, LIMIT), mask=mask)
-    tl.store(k_out + HALF, _encode(r2, k_scale, DTYPE, LIMIT), mask=mask)
+    # V goes out first: the compiler moves no load past a store, but did move V's down to its store.
+    v_out = v_cache + target
     tl.store(v_out, _encode(v1.to(tl.float32), v_scale, DTYPE, LIMIT), mask=mask)
     tl.store(v_out + HALF, _encode(v2.to(tl.float32), v_scale, DTYPE, LIMIT), mask=mask)
+
+    scale = tl.rsqrt(tl.sum(k1 * k1 + k2 * k2, axis=1) / HEAD_DIM + eps)[:, None]
+    k1 = k1 * scale * w1
+    k2 = k2 * scale * w2
+    k_out = k_cache + target
+    tl.store(k_out, _encode(k1 * cos - k2 * sin, k_scale, DTYPE, LIMIT), mask=mask)
+    tl.store(k_out + HALF, _encode(k2 * cos + k1 * sin, k_scale, DTYPE, LIMIT), mask=mask)
 
 
 class PagedCaches(NamedTuple):
@@ -171,7 +176,7 @@ def store_context_kv(
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     slots: torch.Tensor,
-    slot_offsets: torch.Tensor,
+    slot_offsets: torch.Tensor | None,
     caches: PagedCaches,
 ) -> None:
     """Normalise and rotate K, and write K and V of n tokens into the pages of all L layers.
@@ -181,7 +186,7 @@ def store_context_kv(
     positions      [n], integer
     cos_sin_cache  [positions, head dim]: cosines, then sines (neox pairs i and i + head dim / 2)
     slots          [n] int64, block * block size + offset; a negative slot writes nothing
-    slot_offsets   [L] int64: layer l reads its slots at ``slots`` + slot_offsets[l] elements
+    slot_offsets   [L] int64: layer l reads its slots at ``slots`` + slot_offsets[l] elements; None: at ``slots``
 
     Everything is computed in float32 and rounded once; fp8 pages get value / scale, saturated.
     """
@@ -260,7 +265,7 @@ class ContextKVWriter:
         self.usable = is_neox and cos_sin_cache.shape[-1] == head_dim
         self._bound: tuple[int, ...] = ()
         self._caches: PagedCaches | None = None
-        self._offsets: dict[tuple[int, ...], torch.Tensor] = {}
+        self._offsets: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     def can_store(self, slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None) -> bool:
         """Whether ``store`` serves these slots; where not, the caller writes layer by layer, or, where
@@ -322,12 +327,13 @@ class ContextKVWriter:
             dtype,
         )
 
-    def _slot_offsets(self, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _slot_offsets(self, slots: Sequence[torch.Tensor]) -> torch.Tensor | None:
         # KV groups keep their slots in rows of one buffer: where each layer's row starts is the
-        # same at every step, so that the device copy of the offsets is made once.
+        # same at every step, so that the device copy of the offsets is made once. One group has none.
         start = slots[0].data_ptr()
         offsets = tuple((s.data_ptr() - start) // s.element_size() for s in slots)
         if offsets not in self._offsets:
             device = self.k_norm_weights.device
-            self._offsets[offsets] = torch.tensor(offsets, dtype=torch.int64, device=device)
+            moved = torch.tensor(offsets, dtype=torch.int64, device=device) if any(offsets) else None
+            self._offsets[offsets] = moved
         return self._offsets[offsets]

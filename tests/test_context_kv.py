@@ -140,8 +140,9 @@ def check(module, case, device):
         [k for k, _ in views], [v for _, v in views], scales[: case.layers], scales[case.layers :], case.page
     )
     group = [layer % case.groups for layer in range(case.layers)]
-    offsets = torch.tensor([g * slots.stride(0) for g in group], device=device)
-    module.store_context_kv(kv_flat, weights, EPS, positions, cos_sin, slots, offsets, caches)
+    offsets = torch.tensor([g * slots.stride(0) for g in group], device=device) if any(group) else None
+    known = torch.where(slots[0] < 0, 2**40, positions)  # without a slot, a position is anything
+    module.store_context_kv(kv_flat, weights, EPS, known, cos_sin, slots, offsets, caches)
 
     wanted_k, wanted_v, terms_k = reference(case, kv_flat, weights, cos_sin, positions)
     wrong = []
@@ -281,6 +282,7 @@ def test_rows_of_one_buffer_become_offsets_made_once(module):
     offsets = instance._slot_offsets([rows[0, :4], rows[1, :4]])
     assert offsets.tolist() == [0, 10]
     assert instance._slot_offsets([rows[0, :7], rows[1, :7]]) is offsets
+    assert instance._slot_offsets([rows[0], rows[0]]) is None
 
 
 def check_writer(module):

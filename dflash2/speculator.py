@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Config
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noise, gumbel_noised_argmax
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
     DFlashSpeculator,
     prepare_dflash_inputs,
@@ -52,6 +52,7 @@ def _walk_kernel(
     sample_pos_ptr,  # [num_reqs * S]
     temperature_ptr,  # [max_num_reqs]
     seeds_ptr,  # [max_num_reqs]
+    noise_ptr,  # [num_reqs, S, K]: scratch, or None with draft_logits
     vocab_size,
     S: tl.constexpr,
     K: tl.constexpr,
@@ -62,58 +63,79 @@ def _walk_kernel(
     USE_FP64: tl.constexpr,
 ):
     req_idx = tl.program_id(0).to(tl.int64)
-    slot = tl.load(idx_mapping_ptr + req_idx * S).to(tl.int64)
+    first = req_idx * S
+    slot = tl.load(idx_mapping_ptr + first).to(tl.int64)
+    # An id from a NaN row must not index past a codebook.
+    token = tl.load(anchor_ptr + req_idx * anchor_stride).to(tl.int64)
+    token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
     lanes = tl.arange(0, PADDED_K)
     in_k = lanes < K
-    dims = tl.arange(0, PADDED_RANK)
+    # A tile of columns, not a row of them: what is loaded as a row has a layout of its own, and goes
+    # through shared memory at every step to meet the candidates'.
+    dims = tl.broadcast_to(tl.arange(0, PADDED_RANK)[None, :], (PADDED_K, PADDED_RANK))
     in_rank = dims < RANK
+    gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
+    next_ids = _load_ids(candidate_ids_ptr + first * K + lanes, in_k, vocab_size)
+    next_rows, next_unary, next_hidden = _load_step(
+        first, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride, lanes, in_k, dims, in_rank, K, RANK
+    )
+    later_ids = next_ids
+    if S > 1:
+        later_ids = _load_ids(candidate_ids_ptr + (first + 1) * K + lanes, in_k, vocab_size)
 
     temp = 0.0
-    seed = tl.full((), 0, tl.int64)
+    next_noise = tl.zeros([PADDED_K], tl.float32)
     if draft_logits_ptr is not None:
         temp = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
         seed = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0)
         draft_logits_ptr += slot * draft_logits_stride_req
         cached_ids_ptr += slot * S * K
         steps = tl.arange(0, PADDED_S)[:, None]
-        live = (slot >= 0) & (steps < S) & in_k[None, :]
+        inside = (steps < S) & in_k[None, :]
+        live = (slot >= 0) & inside
         stale = tl.load(cached_ids_ptr + steps * K + lanes[None, :], mask=live, other=0)
+        # Noise needs no score, so a whole draft's is made at once, one number a thread, and not
+        # within the steps, where it would take as long as everything else.
+        cells = (first + steps) * K + lanes[None, :]
+        keys = _load_ids(candidate_ids_ptr + cells, inside, vocab_size)
+        pos = tl.load(sample_pos_ptr + first + steps, mask=steps < S, other=0) + _NOISE_OFFSET
+        noise = tl.where(temp != 0.0, gumbel_noise(keys, seed, pos, USE_FP64), 0.0)
+        tl.store(noise_ptr + cells, noise, mask=inside)
         columns = draft_logits_ptr + steps * draft_logits_stride_step + stale
         tl.store(columns, float("-inf"), mask=live)
-        # A column can be stale and new, written by different threads.
+        # Other threads read the noise, and a column can be stale and new.
         tl.debug_barrier()
+        next_noise = tl.load(noise_ptr + first * K + lanes, mask=in_k, other=0.0)
+    divisor = tl.where(temp == 0.0, 1.0, temp)
 
-    # An id from a NaN row must not index past a codebook.
-    token = tl.load(anchor_ptr + req_idx * anchor_stride).to(tl.int64)
-    token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
     # Only the predecessor's row waits for the token before it. The rest of a step is loaded while
-    # the step before is being decided, or the walk would be a chain of cache misses.
-    row = req_idx * S
-    next_ids, next_rows, next_unary, next_hidden = _load_step(
-        row, candidate_ids_ptr, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
-        lanes, in_k, dims, in_rank, vocab_size, K, RANK,
-    )  # fmt: skip
+    # the step before is being decided, and its ids a step earlier still, or the walk would be a
+    # chain of cache misses.
     for step in tl.static_range(S):
-        row = req_idx * S + step
-        gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
-        ids, successors, unary, hidden = next_ids, next_rows, next_unary, next_hidden
+        row = first + step
+        ids, successors, unary, hidden, noise = next_ids, next_rows, next_unary, next_hidden, next_noise
         if step + 1 < S:
-            next_ids, next_rows, next_unary, next_hidden = _load_step(
-                row + 1, candidate_ids_ptr, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
-                lanes, in_k, dims, in_rank, vocab_size, K, RANK,
-            )  # fmt: skip
-        gate = gate.to(tl.float32) * hidden.to(tl.float32)
-        scores = unary + tl.sum(successors.to(tl.float32) * gate[None, :], axis=1)
-        if temp != 0.0:
-            scores = scores / temp
+            next_ids = later_ids
+            if step + 2 < S:
+                later_ids = _load_ids(candidate_ids_ptr + (row + 2) * K + lanes, in_k, vocab_size)
+            next_rows, next_unary, next_hidden = _load_step(
+                row + 1, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride, lanes, in_k, dims, in_rank, K, RANK
+            )
+            if draft_logits_ptr is not None:
+                next_noise = tl.load(noise_ptr + (row + 1) * K + lanes, mask=in_k, other=0.0)
+        gated = gate.to(tl.float32) * hidden.to(tl.float32)
+        scores = unary + tl.sum(successors.to(tl.float32) * gated, axis=1)
+        scores = scores / divisor
         # What is drawn from and cached must be a distribution, whatever the logits hold: a score
         # that is no number is never chosen, and a row without any falls to its first candidate.
         scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
         scores = tl.minimum(scores, 3.0e38)
-        pos = tl.load(sample_pos_ptr + row) + _NOISE_OFFSET
-        best, pick = gumbel_noised_argmax(scores, ids, in_k, seed, pos, temp, USE_FP64)
+        best, pick = gumbel_noised_argmax(scores + noise, ids, in_k, 0, 0, 0.0, USE_FP64)
         pick = tl.where(best > float("-inf"), pick, 0)
-        token = tl.sum(tl.where(lanes == pick, ids, 0), axis=0)
+        token = _load_ids(candidate_ids_ptr + row * K + pick, True, vocab_size)
+        if step + 1 < S:
+            # Before the stores, which take as long as it is on its way.
+            gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
         tl.store(draft_tokens_ptr + row, token)
         if draft_logits_ptr is not None:
             hopeless = tl.where(lanes == 0, 0.0, scores)
@@ -124,9 +146,14 @@ def _walk_kernel(
 
 
 @triton.jit
+def _load_ids(ptr, mask, vocab_size):
+    return tl.minimum(tl.maximum(tl.load(ptr, mask=mask, other=0), 0), vocab_size - 1)
+
+
+@triton.jit
 def _load_step(
     row,
-    candidate_ids_ptr,
+    ids,
     successor_ptr,
     unary_ptr,
     hidden_ptr,
@@ -135,21 +162,14 @@ def _load_step(
     in_k,
     dims,
     in_rank,
-    vocab_size,
     K: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """One step's candidate ids [K], their codebook rows [K, rank], unary scores and hidden state."""
-    ids = tl.load(candidate_ids_ptr + row * K + lanes, mask=in_k, other=0)
-    ids = tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
-    successors = tl.load(
-        successor_ptr + ids[:, None] * RANK + dims[None, :],
-        mask=in_k[:, None] & in_rank[None, :],
-        other=0.0,
-    )
+    """One step's codebook rows [K, rank], unary scores [K] and hidden state, the same in all K rows."""
+    successors = tl.load(successor_ptr + ids[:, None] * RANK + dims, mask=in_k[:, None] & in_rank, other=0.0)
     unary = tl.load(unary_ptr + row * K + lanes, mask=in_k, other=float("-inf"))
     hidden = tl.load(hidden_ptr + row * hidden_stride + dims, mask=in_rank, other=0.0)
-    return ids, successors, unary, hidden
+    return successors, unary, hidden
 
 
 def walk(
@@ -186,6 +206,10 @@ def walk(
     """
     num_reqs, steps = draft_tokens.shape
     k, rank = candidate_ids.shape[-1], hidden.shape[-1]
+    candidate_ids, unary = candidate_ids.contiguous(), unary.contiguous()
+    noise = None
+    if draft_logits is not None:
+        noise = torch.empty_like(unary, dtype=torch.float64 if use_fp64 else torch.float32)
     _walk_kernel[(num_reqs,)](
         draft_tokens,
         draft_logits,
@@ -204,6 +228,7 @@ def walk(
         sample_pos,
         temperature,
         seeds,
+        noise,
         predecessor_codebook.shape[0],
         S=steps,
         K=k,
@@ -212,6 +237,7 @@ def walk(
         PADDED_K=triton.next_power_of_2(k),
         PADDED_RANK=triton.next_power_of_2(rank),
         USE_FP64=use_fp64,
+        num_warps=8,
     )
 
 

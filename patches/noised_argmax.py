@@ -1,7 +1,8 @@
 """The walk samples one of K candidates with Gumbel noise, inside its own kernel.
 
 0.27.1 has the noise only inside `gumbel_block_argmax`, which every sampled token goes through;
-that function stays as it is, and the walk gets one it can call.
+that function stays as it is, and the walk gets the noise and the draw as two it can call. Two, because
+the noise needs no score: the walk makes it while it waits for the predecessor's row.
 """
 
 from _patchlib import Hunk, Patch, Sign
@@ -24,6 +25,20 @@ def _gumbel_sample_kernel(
 ''',
             new='''\
 @triton.jit
+def gumbel_noise(keys, seed, pos, USE_FP64: tl.constexpr):
+    """Gumbel noise of a block of `keys` at one position of a request's stream."""
+    gumbel_seed = tl.randint(seed, pos)
+    if USE_FP64:
+        u = tl_rand64(gumbel_seed, keys, includes_zero=False)
+        noise = -tl.log(-tl.log(u))
+    else:
+        # The largest noise decides: made from u near 0, where float32 is finest.
+        u = tl_rand32(gumbel_seed, keys, includes_zero=False)
+        noise = -tl.log(-tldevice.log1p(-u))
+    return noise
+
+
+@triton.jit
 def gumbel_noised_argmax(logits, keys, mask, seed, pos, temp, USE_FP64: tl.constexpr):
     """Draw one of `logits` (a block, temperature already applied): (value, index).
 
@@ -34,15 +49,7 @@ def gumbel_noised_argmax(logits, keys, mask, seed, pos, temp, USE_FP64: tl.const
     if USE_FP64:
         logits = logits.to(tl.float64)
     if temp != 0.0:
-        gumbel_seed = tl.randint(seed, pos)
-        if USE_FP64:
-            u = tl_rand64(gumbel_seed, keys, includes_zero=False)
-            noise = -tl.log(-tl.log(u))
-        else:
-            # The largest noise decides: made from u near 0, where float32 is finest.
-            u = tl_rand32(gumbel_seed, keys, includes_zero=False)
-            noise = -tl.log(-tldevice.log1p(-u))
-        logits += noise
+        logits += gumbel_noise(keys, seed, pos, USE_FP64)
     logits = tl.where(mask, logits, float("-inf"))
     value, idx = tl.max(logits, axis=0, return_indices=True)
     return value, idx
@@ -53,6 +60,6 @@ def _gumbel_sample_kernel(
 ''',
         ),
     ),
-    defines=((FILE, "gumbel_noised_argmax"), (FILE, "gumbel_block_argmax")),
+    defines=((FILE, "gumbel_noise"), (FILE, "gumbel_noised_argmax"), (FILE, "gumbel_block_argmax")),
     shipped=((Sign(FILE, "", "def gumbel_noised_argmax(...): ..."),),),
 )

@@ -27,12 +27,12 @@ SHAPES = [
 ]
 TILES = {  # piece, group, sets, slots, warps, stages
     16: [
-        (16384, 64, 64, 64, 8, 1), (16384, 64, 64, 64, 16, 1), (32768, 64, 64, 64, 16, 1), (8192, 64, 64, 64, 8, 1),
-        (8192, 64, 64, 64, 8, 3), (16384, 64, 64, 64, 16, 3), (16384, 64, 32, 32, 16, 1), (16384, 128, 64, 32, 16, 1),
+        (16384, 128, 64, 32, 8, 1), (16384, 128, 64, 32, 16, 1), (16384, 128, 64, 32, 4, 1), (32768, 128, 64, 32, 16, 1),
+        (8192, 128, 64, 32, 8, 1), (16384, 128, 32, 32, 8, 1), (16384, 256, 64, 32, 8, 1), (16384, 64, 64, 64, 8, 1),
     ],
-    64: [(16384, 32, 128, 128, 16, 1), (16384, 32, 128, 128, 8, 1), (16384, 64, 128, 128, 16, 1), (16384, 32, 256, 128, 16, 1)],
+    64: [(16384, 32, 128, 128, 8, 1), (16384, 32, 128, 128, 16, 1), (16384, 64, 128, 128, 8, 1), (8192, 32, 128, 128, 8, 1)],
 }  # fmt: skip
-PIECES = {1: (1, 2), 8: (1, 2, 4), 32: (1, 2, 4, 8)}  # batch: pieces a program
+PIECES = {1: (1,), 8: (2, 4, 8), 32: (4, 8, 16), 64: (4, 8, 16)}  # batch: pieces a program
 
 
 def compile_one(job):
@@ -93,7 +93,7 @@ def measure(top_k, shape, bandwidth, flashinfer):
 
 
 def sweep(top_k, tiles):
-    """Microseconds of each tile at batch 1, 8 and 32, by pieces a program."""
+    """Microseconds of each tile at batch 1, 8, 32 and 64, by pieces a program."""
     rows = {batch: input_sets(batch * STEPS, 248320, torch.bfloat16) for batch in PIECES}
     return [
         {"K": k, **top_k.Tile(*tile)._asdict()}

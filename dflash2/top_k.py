@@ -26,10 +26,10 @@ import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MAX_K = 64
-# The stream needs no more registers; what the last program spills costs less than fewer programs would.
-REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
+# Two programs of 8 warps a multiprocessor, and nothing spilled.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 _SHARED: dict[tuple, "Workspace"] = {}
-PROGRAMS = 448  # above which a launch gains nothing from more
+PROGRAMS = 264  # that run at once on 132 multiprocessors
 
 
 class Tile(NamedTuple):
@@ -54,13 +54,14 @@ class Workspace(NamedTuple):
 def choose_tile(k: int) -> Tile:
     """Small groups for large k: they decide how many logits are looked at again."""
     if k <= 16:
-        return Tile(piece=16384, group=128, sets=64, slots=32, warps=16)
-    return Tile(piece=16384, group=32, sets=128, slots=128, warps=16)
+        return Tile(piece=16384, group=128, sets=64, slots=32, warps=8)
+    return Tile(piece=16384, group=32, sets=128, slots=128, warps=8)
 
 
 def choose_pieces(rows: int, row_pieces: int) -> int:
-    """Pieces of a program: all multiprocessors busy with few rows, few programs with many."""
-    return max(1, min(row_pieces, 4, rows * row_pieces // PROGRAMS))
+    """Pieces of a program: all programs run at once, or, with too many rows for that, two share a row."""
+    programs = PROGRAMS // rows or 2
+    return triton.cdiv(row_pieces, min(programs, row_pieces))
 
 
 def make_workspace(

@@ -40,17 +40,19 @@ def triton_utils():
     return stub
 
 
-def load_upstream(path, *names):
-    """Functions of an upstream module, run from its own file without what the module imports."""
+def load_upstream(path, *names, **imported):
+    """Functions and classes of an upstream module, run from its own file; of what it imports they get `imported` alone."""
+    if not path.is_file():
+        raise SystemExit(f"error: no {path}; --upstream takes a folder that holds vllm 0.33.0")
     tree = ast.parse(path.read_text())
     tree.body = [
         node
         for node in tree.body
-        if (isinstance(node, ast.FunctionDef) and node.name in names)
+        if (isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names)
         or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
     ]
     stub = triton_utils()
-    scope = {"__name__": f"upstream_{path.stem}", "torch": torch, "tl": stub.tl, "triton": stub.triton}
+    scope = {"__name__": f"upstream_{path.stem}", "torch": torch, "tl": stub.tl, "triton": stub.triton, **imported}
     exec(compile(tree, str(path), "exec"), scope)
     missing = [name for name in names if name not in scope]
     if missing:

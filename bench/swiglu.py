@@ -28,8 +28,10 @@ SETS = 5  # layers
 
 def vllm_kernel():
     try:
-        import vllm._C  # noqa: F401
-    except ImportError as error:
+        import vllm._custom_ops  # noqa: F401
+
+        torch.ops._C.silu_and_mul  # noqa: B018
+    except (ImportError, AttributeError) as error:
         print(f"vLLM's kernel not timed: {error}")
         return None
 

@@ -2,12 +2,13 @@
 
     python bench/walk.py [--out DIR] [--upstream FOLDER_WITH_VLLM_0.33.0]
 
-Needs a vLLM 0.27.1 that this tool was applied to. Correctness against float32 comes first. "upstream
-edges" is its kernel that scores every candidate after every other; its walk and its cache come on top.
-"torch" is the same walk in PyTorch, which also reads back one token a step.
+Needs a vLLM 0.27.1 that this tool was applied to. Correctness against float32 comes first. "upstream"
+is three kernels of 0.33.0: the scores of every candidate after every other ("its edges"), the walk over
+them and the cache. "torch" is the same greedy walk in PyTorch.
 """
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -87,34 +88,59 @@ def check(case):
             assert bool((drawn >= scores.max(1).values - 1e-3)[greedy].all()), "greedy did not take the best"
 
 
-def measure(case, edges):
+def upstream_selector(folder):
+    """0.33.0's kernel for the edges and its class for walk and cache, from their files."""
+    gpu = folder / "vllm/v1/worker/gpu"
+    edges = load_upstream(folder / "vllm/models/beam/nvidia/dflash2_ops.py", "_candidate_edges_kernel", "candidate_edges")[1]
+    spec = importlib.util.spec_from_file_location("upstream_gumbel", gpu / "sample/gumbel.py")
+    gumbel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gumbel)
+    sampler = load_upstream(
+        gpu / "spec_decode/dflash2/speculator.py",
+        "_selector_walk_kernel",
+        "_cache_draft_logits_kernel",
+        "CandidateSampler",
+        gumbel_noised_argmax=gumbel.gumbel_noised_argmax,
+        spec_step_seed=gumbel.spec_step_seed,
+    )[2]
+    return edges, sampler
+
+
+def measure(case, upstream):
     batch, k, rank, steps = case
     common, drafts = shared(*case), [inputs(*case) for _ in range(SETS)]
     row = {"batch": batch, "K": k, "rank": rank, "S": steps}
     row["ours"] = time_graph([lambda d=d: walk(**d, **common) for d in drafts])
     row["torch"] = time_graph([lambda d=d: torch_walk(d, common) for d in drafts])
-    row["upstream edges"] = None
-    if edges:
-        row["upstream edges"] = time_graph(
-            [
-                lambda d=d: edges(
-                    common["predecessor_codebook"],
-                    common["successor_codebook"],
-                    d["candidate_ids"].view(batch, steps, k),
-                    d["unary"].view(batch, steps, k),
-                    d["hidden"].view(batch, steps, rank),
-                    d["anchors"],
-                    k,
-                )
-                for d in drafts
-            ]
+    row["upstream"] = row["its edges"] = None
+    if upstream is None:
+        return row
+    edges, sampler = upstream[0], upstream[1](batch, steps, k, torch.device("cuda"))
+
+    def score(d):
+        return edges(
+            common["predecessor_codebook"],
+            common["successor_codebook"],
+            d["candidate_ids"].view(batch, steps, k),
+            d["unary"].view(batch, steps, k),
+            d["hidden"].view(batch, steps, rank),
+            d["anchors"],
+            k,
         )
+
+    def select(d):
+        names = ("sample_pos", "idx_mapping", "temperature", "seeds", "draft_tokens")
+        some = {name: d[name] for name in names} | {"draft_logits": common["draft_logits"], "use_fp64": False}
+        sampler.sample(d["candidate_ids"].view(batch, steps, k), score(d), batch, **some)
+
+    row["upstream"] = time_graph([lambda d=d: select(d) for d in drafts])
+    row["its edges"] = time_graph([lambda d=d: score(d) for d in drafts])
     return row
 
 
 def plot(axes, rows):
     rows = [row for row in rows if (row["K"], row["rank"], row["S"]) == (16, 256, 7)]
-    for name in ("ours", "torch", "upstream edges"):
+    for name in ("ours", "torch", "upstream", "its edges"):
         if rows[0][name] is not None:
             axes.plot([row["batch"] for row in rows], [row[name] for row in rows], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs", title="Selector: walk, scores and cached q")
@@ -127,16 +153,11 @@ def main():
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: this benchmark needs a GPU")
-    edges = None
-    if args.upstream:
-        path = args.upstream / "vllm/models/beam/nvidia/dflash2_ops.py"
-        if not path.is_file():
-            raise SystemExit(f"error: no {path}; --upstream takes a folder that holds vllm 0.33.0")
-        _, edges = load_upstream(path, "_candidate_edges_kernel", "candidate_edges")
+    upstream = upstream_selector(args.upstream) if args.upstream else None
     for case in CASES:
         check(case)
     print(f"{len(CASES)} of {len(CASES)} cases within rounding of float32; an empty kernel {empty_kernel_time():.2f} µs")
-    rows = [measure(case, edges) for case in CASES]
+    rows = [measure(case, upstream) for case in CASES]
     write(args.out, "walk", {"One draft, µs": rows}, lambda axes: plot(axes, rows))
 
 

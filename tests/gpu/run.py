@@ -28,8 +28,8 @@ import torch  # noqa: E402
 import jobs  # noqa: E402
 import judge  # noqa: E402
 
-# Mean acceptance length of the tiny pair, bf16, eager, greedy, on an H200; the reference in float32 has 3.7814.
-ACCEPTANCE = 3.7153
+# Mean acceptance length of the tiny pair, greedy: bf16, eager, on an H200; and the reference's in float32.
+ACCEPTANCE, ACCEPTANCE_FLOAT32 = 3.7153, 3.7814
 AT_ONCE = 8
 
 
@@ -178,12 +178,14 @@ def text_row(name: str, plain: dict, texts: list[dict], ties: bool) -> Row:
     return Row(name, result, counts["wrong"] == 0)
 
 
-def acceptance_row(name: str, phase: dict) -> Row:
+def acceptance_row(name: str, phase: dict, most: float = ACCEPTANCE) -> Row:
+    """Within 3 % of the bf16 figure. Texts that part at near-ties are other texts, with an acceptance of
+    their own: for them ``most`` is the float32 figure, and 3 % above it."""
     value = phase["acceptance"]
     if value is None:
         return Row(name, "nothing was drafted", False)
-    off = value / ACCEPTANCE - 1
-    return Row(name, f"{value:.4f} tokens a step, {off:+.1%} ({phase['drafts']:.0f} drafts)", abs(off) <= 0.03)
+    result = f"{value:.4f} tokens a step, {value / ACCEPTANCE - 1:+.1%} ({phase['drafts']:.0f} drafts)"
+    return Row(name, result, 0.97 * ACCEPTANCE <= value <= 1.03 * most)
 
 
 def sampled_row(name: str, plain: dict, drafted: dict, temperature: float) -> Row:
@@ -319,7 +321,7 @@ def prefix_rows(plain: dict, own: dict) -> list[Row]:
         text_row("prefix caching, cold: greedy text", plain["text"], phase["texts"], True),
         text_row("prefix caching, warm: greedy text", plain["text"], phase["again"], True),
         Row("prefix caching: tokens from the cache", f"{phase['hits']:.0f}", phase["hits"] > 0),
-        acceptance_row("prefix caching, warm: acceptance", phase),
+        acceptance_row("prefix caching, warm: acceptance", phase, ACCEPTANCE_FLOAT32),
     ]
 
 
@@ -327,7 +329,7 @@ def chunked_rows(plain: dict, own: dict) -> list[Row]:
     # Other chunks are other shapes for the GEMMs, which round otherwise.
     return [
         text_row("chunked prefill: greedy text", plain["text"], own["text"]["texts"], True),
-        acceptance_row("chunked prefill: acceptance", own["text"]),
+        acceptance_row("chunked prefill: acceptance", own["text"], ACCEPTANCE_FLOAT32),
     ]
 
 
@@ -346,7 +348,7 @@ def tensor_parallel_rows(plain: dict, own: dict) -> list[Row]:
     graphs = phase["draft_graphs"]
     return [
         text_row(f"{name}: greedy text", plain["text"], phase["texts"], True),
-        acceptance_row(f"{name}: acceptance", phase),
+        acceptance_row(f"{name}: acceptance", phase, ACCEPTANCE_FLOAT32),
         Row(f"{name}: full draft graphs", f"{graphs} on each GPU", graphs > 0),
     ]
 

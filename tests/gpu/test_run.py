@@ -77,6 +77,23 @@ def test_tensor_parallel_rows(changes, failed):
     assert [row.check.split(": ")[1] for row in rows if not row.passed] == failed
 
 
+@pytest.mark.parametrize(
+    "value, most, passed",
+    [
+        (3.7153, gpu_run.ACCEPTANCE, True),
+        (3.61, gpu_run.ACCEPTANCE, True),
+        (3.60, gpu_run.ACCEPTANCE, False),
+        (3.60, gpu_run.ACCEPTANCE_FLOAT32, False),
+        (3.8291, gpu_run.ACCEPTANCE, False),
+        (3.8291, gpu_run.ACCEPTANCE_FLOAT32, True),
+        (3.90, gpu_run.ACCEPTANCE_FLOAT32, False),
+        (None, gpu_run.ACCEPTANCE_FLOAT32, False),
+    ],
+)
+def test_acceptance_row(value, most, passed):
+    assert gpu_run.acceptance_row("", {"acceptance": value, "drafts": 5.0}, most).passed == passed
+
+
 FAKE_JOB = """
 import json, subprocess, sys, time
 worker = subprocess.Popen(["sleep", "60"])

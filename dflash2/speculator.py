@@ -28,6 +28,8 @@ logger = init_logger(__name__)
 # Added to the position that keys the walk's noise. No sequence is this long, so verification,
 # which keys by the bare position, never draws the same numbers.
 DRAFT_NOISE_OFFSET = 2**30
+# With 4 a draft takes a twentieth longer on an H200, with 16 a sixth.
+WALK_WARPS = 8
 _NOISE_OFFSET = tl.constexpr(DRAFT_NOISE_OFFSET) if HAS_TRITON else DRAFT_NOISE_OFFSET
 
 
@@ -52,8 +54,9 @@ def _walk_kernel(
     sample_pos_ptr,  # [num_reqs * S]
     temperature_ptr,  # [max_num_reqs]
     seeds_ptr,  # [max_num_reqs]
-    noise_ptr,  # [num_reqs, S, K]: scratch, or None with draft_logits
     vocab_size,
+    # Scratch
+    noise_ptr,  # [num_reqs, S, K], None where draft_logits is
     S: tl.constexpr,
     K: tl.constexpr,
     RANK: tl.constexpr,
@@ -65,20 +68,19 @@ def _walk_kernel(
     req_idx = tl.program_id(0).to(tl.int64)
     first = req_idx * S
     slot = tl.load(idx_mapping_ptr + first).to(tl.int64)
-    # An id from a NaN row must not index past a codebook.
-    token = tl.load(anchor_ptr + req_idx * anchor_stride).to(tl.int64)
-    token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)
+    token = _load_ids(anchor_ptr + req_idx * anchor_stride, True, vocab_size).to(tl.int64)
     lanes = tl.arange(0, PADDED_K)
     in_k = lanes < K
-    # A tile of columns, not a row of them: what is loaded as a row has a layout of its own, and goes
-    # through shared memory at every step to meet the candidates'.
+    # [K, rank], not [rank]: what is loaded with one dimension has a layout of its own, and goes through
+    # shared memory at every step to meet the candidates'.
     dims = tl.broadcast_to(tl.arange(0, PADDED_RANK)[None, :], (PADDED_K, PADDED_RANK))
     in_rank = dims < RANK
     gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
     next_ids = _load_ids(candidate_ids_ptr + first * K + lanes, in_k, vocab_size)
-    next_rows, next_unary, next_hidden = _load_step(
-        first, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride, lanes, in_k, dims, in_rank, K, RANK
-    )
+    next_successors, next_unary, next_hidden = _load_step(
+        first, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
+        lanes, in_k, dims, in_rank, K, RANK,
+    )  # fmt: skip
     later_ids = next_ids
     if S > 1:
         later_ids = _load_ids(candidate_ids_ptr + (first + 1) * K + lanes, in_k, vocab_size)
@@ -94,7 +96,7 @@ def _walk_kernel(
         inside = (steps < S) & in_k[None, :]
         live = (slot >= 0) & inside
         stale = tl.load(cached_ids_ptr + steps * K + lanes[None, :], mask=live, other=0)
-        # Noise needs no score, so a whole draft's is made at once, one number a thread, and not
+        # Noise needs no score, so a whole draft's is made at once, spread over all threads, and not
         # within the steps, where it would take as long as everything else.
         cells = (first + steps) * K + lanes[None, :]
         keys = _load_ids(candidate_ids_ptr + cells, inside, vocab_size)
@@ -103,7 +105,7 @@ def _walk_kernel(
         tl.store(noise_ptr + cells, noise, mask=inside)
         columns = draft_logits_ptr + steps * draft_logits_stride_step + stale
         tl.store(columns, float("-inf"), mask=live)
-        # Other threads read the noise, and a column can be stale and new.
+        # Other threads read the noise, and write columns that were cleared here.
         tl.debug_barrier()
         next_noise = tl.load(noise_ptr + first * K + lanes, mask=in_k, other=0.0)
     divisor = tl.where(temp == 0.0, 1.0, temp)
@@ -113,14 +115,15 @@ def _walk_kernel(
     # chain of cache misses.
     for step in tl.static_range(S):
         row = first + step
-        ids, successors, unary, hidden, noise = next_ids, next_rows, next_unary, next_hidden, next_noise
+        ids, successors, unary, hidden, noise = next_ids, next_successors, next_unary, next_hidden, next_noise
         if step + 1 < S:
             next_ids = later_ids
             if step + 2 < S:
                 later_ids = _load_ids(candidate_ids_ptr + (row + 2) * K + lanes, in_k, vocab_size)
-            next_rows, next_unary, next_hidden = _load_step(
-                row + 1, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride, lanes, in_k, dims, in_rank, K, RANK
-            )
+            next_successors, next_unary, next_hidden = _load_step(
+                row + 1, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
+                lanes, in_k, dims, in_rank, K, RANK,
+            )  # fmt: skip
             if draft_logits_ptr is not None:
                 next_noise = tl.load(noise_ptr + (row + 1) * K + lanes, mask=in_k, other=0.0)
         gated = gate.to(tl.float32) * hidden.to(tl.float32)
@@ -132,9 +135,10 @@ def _walk_kernel(
         scores = tl.minimum(scores, 3.0e38)
         best, pick = gumbel_noised_argmax(scores + noise, ids, in_k, 0, 0, 0.0, USE_FP64)
         pick = tl.where(best > float("-inf"), pick, 0)
+        # From memory: picking it out of ids would be one more reduction.
         token = _load_ids(candidate_ids_ptr + row * K + pick, True, vocab_size)
         if step + 1 < S:
-            # Before the stores, which take as long as it is on its way.
+            # Loaded before the stores, which it would otherwise wait behind.
             gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
         tl.store(draft_tokens_ptr + row, token)
         if draft_logits_ptr is not None:
@@ -147,6 +151,7 @@ def _walk_kernel(
 
 @triton.jit
 def _load_ids(ptr, mask, vocab_size):
+    # An id from a NaN row must not index past a codebook.
     return tl.minimum(tl.maximum(tl.load(ptr, mask=mask, other=0), 0), vocab_size - 1)
 
 
@@ -228,8 +233,8 @@ def walk(
         sample_pos,
         temperature,
         seeds,
-        noise,
         predecessor_codebook.shape[0],
+        noise,
         S=steps,
         K=k,
         RANK=rank,
@@ -237,7 +242,7 @@ def walk(
         PADDED_K=triton.next_power_of_2(k),
         PADDED_RANK=triton.next_power_of_2(rank),
         USE_FP64=use_fp64,
-        num_warps=8,
+        num_warps=WALK_WARPS,
     )
 
 

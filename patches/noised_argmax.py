@@ -1,8 +1,8 @@
-"""The walk samples one of K candidates with Gumbel noise, inside its own kernel.
+"""The walk draws one of K candidates with Gumbel noise, inside its own kernel.
 
 0.27.1 has the noise only inside `gumbel_block_argmax`, which every sampled token goes through;
-that function stays as it is, and the walk gets the noise and the draw as two it can call. Two, because
-the noise needs no score: the walk makes it while it waits for the predecessor's row.
+that function stays as it is. `gumbel_noised_argmax` is what upstream calls the draw, and the noise is
+a function apart because it needs no score: the walk makes a draft's at once, before its first step.
 """
 
 from _patchlib import Hunk, Patch, Sign

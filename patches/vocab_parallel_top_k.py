@@ -83,7 +83,7 @@ PATCH = Patch(
             ids, order = pairs[..., 1].long().sort(dim=-1)
             scores = pairs[..., 0].gather(-1, order).view(torch.float32)
             scores, order = scores.sort(dim=-1, descending=True, stable=True)
-            scores, ids = scores[:, :k].contiguous(), ids.gather(-1, order[:, :k])
+            scores, ids = scores[:, :k], ids.gather(-1, order[:, :k])
         if self.scale != 1.0:
             scores = scores * self.scale
         if self.soft_cap is not None:

@@ -110,11 +110,12 @@ def walk_inputs(requests, steps, k, rank, vocab, seed=0):
     def randn(*shape):
         return torch.randn(shape, generator=g)
 
-    ids = torch.stack([torch.randperm(vocab, generator=g)[:k] for _ in range(rows)])
+    # Candidates with a stride, as the k best of several ranks' are.
+    ids = torch.stack([torch.randperm(vocab, generator=g)[: k + 1] for _ in range(rows)])[:, :k]
     return {
         "draft_tokens": torch.zeros(requests, steps, dtype=torch.int64),
         "candidate_ids": ids,
-        "unary": randn(rows, k),
+        "unary": randn(rows, k + 1)[:, :k],
         "hidden": randn(rows, rank) / rank**0.5,
         "predecessor_codebook": randn(vocab, rank),
         "successor_codebook": randn(vocab, rank),

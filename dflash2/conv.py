@@ -18,8 +18,9 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 
 SIDE_0_COLUMNS = 1024  # columns of one program
 SIDE_0_WARPS = 4
-# Without a number of its own, ptxas saves registers that no second program needs, and loads one
-# vector of a thread after the other.
+# Left alone, ptxas saves registers and loads a thread's vectors one after another. With this many rows
+# and fewer, a multiprocessor of an H200 has no further program that would need them.
+SIDE_1_FEW_ROWS = 256
 SIDE_1_REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 
 
@@ -148,13 +149,13 @@ def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warp
         COLUMNS=columns,
         RUN=_run(y, groups),
         num_warps=warps or side1_warps(columns),
-        **SIDE_1_REGISTERS,
+        **(SIDE_1_REGISTERS if rows <= SIDE_1_FEW_ROWS else {}),
     )
     return normed, total
 
 
 def side1_warps(columns: int) -> int:
-    """One program owns a row: eight columns a thread, a load of 16 bytes in bf16, up to 8 warps."""
+    """One program owns a row: a load of 16 bytes in bf16 a thread, and more of them beyond 2048 columns."""
     return max(1, min(8, columns // 256))
 
 
@@ -190,7 +191,9 @@ def _conv_kernel(
     row = tl.program_id(0)
     run, column = _columns(tl.program_id(1), COLUMNS, RUN)
     zero = tl.zeros(column.shape, tl.float32)
-    out = _filter(zero, x_ptr, x_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 0, BLOCK, HIDDEN, GROUPS, TAPS, RUN)
+    out = _filter(
+        zero, x_ptr, x_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 0, BLOCK, HIDDEN, GROUPS, TAPS, RUN
+    )
     tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=run * RUN < HIDDEN)
 
 
@@ -218,9 +221,11 @@ def _conv_add_norm_kernel(
     run, column = _columns(0, COLUMNS, RUN)
     inside = run * RUN < HIDDEN
     residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    # The order hides latencies. ptxas moves a load down to its first use, but past no store: the residual
-    # comes first in the sum, and the weight is on its way while the norm waits for all warps.
-    total = _filter(residual, y_ptr, y_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 1, BLOCK, HIDDEN, GROUPS, TAPS, RUN)
+    # ptxas sinks a load to its first use, but not past a store. So the residual starts the sum, and the
+    # weight is loaded before total's store: it arrives while the norm waits for all warps.
+    total = _filter(
+        residual, y_ptr, y_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 1, BLOCK, HIDDEN, GROUPS, TAPS, RUN
+    )
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     out = row.to(tl.int64) * HIDDEN + column
     tl.store(total_ptr + out, total, mask=inside)

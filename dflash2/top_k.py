@@ -26,10 +26,10 @@ import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MAX_K = 64
-# Two programs of 8 warps a multiprocessor, and nothing spilled.
+# Two programs of 8 warps a multiprocessor, nothing spilled; PROGRAMS is that for an H200's 132.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
+PROGRAMS = 264
 _SHARED: dict[tuple, "Workspace"] = {}
-PROGRAMS = 264  # that run at once on 132 multiprocessors
 
 
 class Tile(NamedTuple):
@@ -40,7 +40,6 @@ class Tile(NamedTuple):
     sets: int  # of groups, whose maxima give the lower bound; at least k
     slots: int  # groups, and logits, that may reach the bound; at least k
     warps: int
-    stages: int = 1  # pieces on the way to a program at a time
 
 
 class Workspace(NamedTuple):
@@ -59,7 +58,7 @@ def choose_tile(k: int) -> Tile:
 
 
 def choose_pieces(rows: int, row_pieces: int) -> int:
-    """Pieces of a program: all programs run at once, or, with too many rows for that, two share a row."""
+    """Pieces of a program: few enough that all programs run at once; two programs a row where rows are more than those."""
     programs = PROGRAMS // rows or 2
     return triton.cdiv(row_pieces, min(programs, row_pieces))
 
@@ -166,7 +165,6 @@ def launch(
         FAN=triton.next_power_of_2(triton.cdiv(valid, tile.group * tile.sets)),
         SETS=tile.sets,
         SLOTS=tile.slots,
-        STAGES=tile.stages,
         num_warps=tile.warps,
         **REGISTERS,
     )
@@ -190,7 +188,6 @@ def _top_k_kernel(
     FAN: tl.constexpr,
     SETS: tl.constexpr,
     SLOTS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row_pieces = tl.cdiv(valid, PIECE)
     programs = tl.cdiv(row_pieces, pieces)
@@ -205,7 +202,7 @@ def _top_k_kernel(
     group = tl.arange(0, PIECE // GROUP)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     whole = tl.minimum(last, valid // PIECE)
-    for piece in tl.range(first, whole, num_stages=STAGES):
+    for piece in tl.range(first, whole, num_stages=1):
         x = tl.load(logits_ptr + piece * PIECE + column)
         tl.store(maxima_ptr + piece * (PIECE // GROUP) + group, _maximum(x))
     # Apart, because a mask that is not a multiple of the vector width makes every load scalar.

@@ -41,9 +41,10 @@ def triton_utils():
 
 
 def load_upstream(path, *names, **imported):
-    """Functions and classes of an upstream module, run from its own file; of what it imports they get `imported` alone."""
+    """Functions and classes of an upstream module, run from its own file with torch, Triton and `imported`."""
+    hint = "--upstream takes a folder that holds vllm 0.33.0"
     if not path.is_file():
-        raise SystemExit(f"error: no {path}; --upstream takes a folder that holds vllm 0.33.0")
+        raise SystemExit(f"error: no {path}; {hint}")
     tree = ast.parse(path.read_text())
     tree.body = [
         node
@@ -56,7 +57,7 @@ def load_upstream(path, *names, **imported):
     exec(compile(tree, str(path), "exec"), scope)
     missing = [name for name in names if name not in scope]
     if missing:
-        raise SystemExit(f"error: {path} has no {', '.join(missing)}; --upstream takes a folder that holds vllm 0.33.0")
+        raise SystemExit(f"error: {path} has no {', '.join(missing)}; {hint}")
     return [scope[name] for name in names]
 
 
@@ -117,12 +118,13 @@ def machine():
 
 
 def table(rows):
-    """Dicts with the same keys as a Markdown table; floats to one decimal, None as a dash."""
+    """Dicts with the same keys as a Markdown table; floats to one decimal, a ratio to two, None as a dash."""
 
-    def cell(value):
-        return "–" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+    def cell(name, value):
+        digits = 2 if name in ("ratio", "goal") else 1
+        return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
-    lines = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
+    lines = [list(rows[0])] + [[cell(*item) for item in row.items()] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
     return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])

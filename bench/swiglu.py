@@ -28,6 +28,7 @@ SETS = 5  # layers
 
 def vllm_kernel():
     try:
+        # Which extension registers it depends on the build; this imports the right one.
         import vllm._custom_ops  # noqa: F401
 
         torch.ops._C.silu_and_mul  # noqa: B018

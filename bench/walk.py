@@ -3,7 +3,7 @@
     python bench/walk.py [--out DIR] [--upstream FOLDER_WITH_VLLM_0.33.0]
 
 Needs a vLLM 0.27.1 that this tool was applied to. Correctness against float32 comes first. "upstream"
-is three kernels of 0.33.0: the scores of every candidate after every other ("its edges"), the walk over
+is three kernels of 0.33.0: the scores of every candidate after every other ("edges alone"), the walk over
 them and the cache. "torch" is the same greedy walk in PyTorch.
 """
 
@@ -91,18 +91,19 @@ def check(case):
 def upstream_selector(folder):
     """0.33.0's kernel for the edges and its class for walk and cache, from their files."""
     gpu = folder / "vllm/v1/worker/gpu"
-    edges = load_upstream(folder / "vllm/models/beam/nvidia/dflash2_ops.py", "_candidate_edges_kernel", "candidate_edges")[1]
+    beam = folder / "vllm/models/beam/nvidia"
+    _, edges = load_upstream(beam / "dflash2_ops.py", "_candidate_edges_kernel", "candidate_edges")
     spec = importlib.util.spec_from_file_location("upstream_gumbel", gpu / "sample/gumbel.py")
     gumbel = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gumbel)
-    sampler = load_upstream(
+    _, _, sampler = load_upstream(
         gpu / "spec_decode/dflash2/speculator.py",
         "_selector_walk_kernel",
         "_cache_draft_logits_kernel",
         "CandidateSampler",
         gumbel_noised_argmax=gumbel.gumbel_noised_argmax,
         spec_step_seed=gumbel.spec_step_seed,
-    )[2]
+    )
     return edges, sampler
 
 
@@ -112,10 +113,11 @@ def measure(case, upstream):
     row = {"batch": batch, "K": k, "rank": rank, "S": steps}
     row["ours"] = time_graph([lambda d=d: walk(**d, **common) for d in drafts])
     row["torch"] = time_graph([lambda d=d: torch_walk(d, common) for d in drafts])
-    row["upstream"] = row["its edges"] = None
+    row["upstream"] = row["upstream, edges alone"] = None
     if upstream is None:
         return row
-    edges, sampler = upstream[0], upstream[1](batch, steps, k, torch.device("cuda"))
+    edges, make_sampler = upstream
+    sampler = make_sampler(batch, steps, k, torch.device("cuda"))
 
     def score(d):
         return edges(
@@ -130,17 +132,17 @@ def measure(case, upstream):
 
     def select(d):
         names = ("sample_pos", "idx_mapping", "temperature", "seeds", "draft_tokens")
-        some = {name: d[name] for name in names} | {"draft_logits": common["draft_logits"], "use_fp64": False}
-        sampler.sample(d["candidate_ids"].view(batch, steps, k), score(d), batch, **some)
+        arguments = {name: d[name] for name in names} | {"draft_logits": common["draft_logits"], "use_fp64": False}
+        sampler.sample(d["candidate_ids"].view(batch, steps, k), score(d), batch, **arguments)
 
     row["upstream"] = time_graph([lambda d=d: select(d) for d in drafts])
-    row["its edges"] = time_graph([lambda d=d: score(d) for d in drafts])
+    row["upstream, edges alone"] = time_graph([lambda d=d: score(d) for d in drafts])
     return row
 
 
 def plot(axes, rows):
     rows = [row for row in rows if (row["K"], row["rank"], row["S"]) == (16, 256, 7)]
-    for name in ("ours", "torch", "upstream", "its edges"):
+    for name in ("ours", "torch", "upstream", "upstream, edges alone"):
         if rows[0][name] is not None:
             axes.plot([row["batch"] for row in rows], [row[name] for row in rows], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs", title="Selector: walk, scores and cached q")

@@ -76,7 +76,7 @@ def _store_context_kv_kernel(
     if slot_offset_ptr is not None:
         slot_ptr += tl.load(slot_offset_ptr + layer)
     slot = tl.load(slot_ptr + token, mask=inside, other=-1).to(tl.int64)
-    # A decode step takes as long as its longest chain of loads: only cos, sin and the stores wait for a slot.
+    # A decode step takes as long as its longest chain of loads: what needs no slot is loaded before one is known.
     k_cache = _address(table_ptr, layer, DTYPE)
     v_cache = _address(table_ptr, num_layers + layer, DTYPE)
     k_scale = 1.0
@@ -110,7 +110,7 @@ def _store_context_kv_kernel(
 
     page = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     target = (page + head * head_stride)[:, None] + col
-    # V goes out first: the compiler moves no load past a store, but did move V's down to its store.
+    # V is stored before K's norm: otherwise the compiler sinks V's loads to their stores, behind the norm.
     v_out = v_cache + target
     tl.store(v_out, _encode(v1.to(tl.float32), v_scale, DTYPE, LIMIT), mask=mask)
     tl.store(v_out + HALF, _encode(v2.to(tl.float32), v_scale, DTYPE, LIMIT), mask=mask)
@@ -183,7 +183,7 @@ def store_context_kv(
 
     kv_flat        [n, L * 2 * kv heads * head dim], a layer's K and then its V; rows may be strided
     k_norm_weights [L, head dim], contiguous
-    positions      [n], integer
+    positions      [n], integer; anything where the slot is negative
     cos_sin_cache  [positions, head dim]: cosines, then sines (neox pairs i and i + head dim / 2)
     slots          [n] int64, block * block size + offset; a negative slot writes nothing
     slot_offsets   [L] int64: layer l reads its slots at ``slots`` + slot_offsets[l] elements; None: at ``slots``
@@ -329,11 +329,11 @@ class ContextKVWriter:
 
     def _slot_offsets(self, slots: Sequence[torch.Tensor]) -> torch.Tensor | None:
         # KV groups keep their slots in rows of one buffer: where each layer's row starts is the
-        # same at every step, so that the device copy of the offsets is made once. One group has none.
+        # same at every step, so that the device copy of the offsets is made once. One group needs none: None.
         start = slots[0].data_ptr()
         offsets = tuple((s.data_ptr() - start) // s.element_size() for s in slots)
         if offsets not in self._offsets:
             device = self.k_norm_weights.device
-            moved = torch.tensor(offsets, dtype=torch.int64, device=device) if any(offsets) else None
-            self._offsets[offsets] = moved
+            tensor = torch.tensor(offsets, dtype=torch.int64, device=device) if any(offsets) else None
+            self._offsets[offsets] = tensor
         return self._offsets[offsets]

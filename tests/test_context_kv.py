@@ -141,8 +141,8 @@ def check(module, case, device):
     )
     group = [layer % case.groups for layer in range(case.layers)]
     offsets = torch.tensor([g * slots.stride(0) for g in group], device=device) if any(group) else None
-    known = torch.where(slots[0] < 0, 2**40, positions)  # without a slot, a position is anything
-    module.store_context_kv(kv_flat, weights, EPS, known, cos_sin, slots, offsets, caches)
+    given = torch.where(slots[0] < 0, 2**40, positions)  # without a slot, a position is anything
+    module.store_context_kv(kv_flat, weights, EPS, given, cos_sin, slots, offsets, caches)
 
     wanted_k, wanted_v, terms_k = reference(case, kv_flat, weights, cos_sin, positions)
     wrong = []

@@ -66,7 +66,8 @@ class DFlash2BeamModel(DFlash2Qwen3Model):
 
     @cached_property
     def attn_layers(self) -> list[nn.Module]:
-        # Finding them through the modules costs four times what checking their caches does.
+        # As _attn_layers, which with dummy weights is not there before the first use. Finding them costs
+        # three times what checking their caches does.
         return [layer.self_attn.attn for layer in self.layers]
 
     def build_context_kv_weights(self) -> None:

@@ -18,6 +18,12 @@ if not torch.cuda.is_available():
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
+if not torch.cuda.is_available():
+    # The ranks' shared memory gathers no integers; gloo does. Here, because workers import this file, too.
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
+
 
 @dataclass
 class Job:
@@ -26,6 +32,7 @@ class Job:
     runs            a sampling run each: temperature, max_tokens, seed
     speculative     further keys of the speculative config
     break_tensors   also try to load the drafter's weights with each tensor deleted, then misshapen
+    tensor_parallel_size  ranks; more than one are processes of their own, whose drafts are not recorded
     """
 
     target: str
@@ -35,6 +42,7 @@ class Job:
     dtype: str = "float32"
     speculative: dict = field(default_factory=lambda: {"num_speculative_tokens": 7})
     break_tensors: bool = False
+    tensor_parallel_size: int = 1
 
 
 def start(job):
@@ -42,6 +50,7 @@ def start(job):
     return LLM(
         job.target,
         dtype=job.dtype,
+        tensor_parallel_size=job.tensor_parallel_size,
         speculative_config=speculative,
         skip_tokenizer_init=True,
         enforce_eager=True,

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata as metadata
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -122,12 +123,26 @@ def patched(make_tree):
     return site
 
 
+def run_group(command, timeout, **options):
+    """subprocess.run with its output captured, but what interrupts it ends the children of the process, too."""
+    pipe = subprocess.PIPE
+    # They hold the pipes open: killing the process alone would wait for them.
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
 @pytest.fixture(scope="session")
 def run_patched(patched):
     """run_patched(path or code, *arguments, interpret=False, env={}, expect=0) -> finished process.
 
     Runs Python in a process of its own against the patched vLLM; `interpret` lets Triton's kernels run
     on the CPU. Fails the test, showing the output, unless the exit status is `expect` (None: any).
+    At a timeout nothing is left behind: the process and all that it started are killed.
     """
 
     def run(script, *arguments, interpret=False, env=None, timeout=600, expect=0):
@@ -142,13 +157,8 @@ def run_patched(patched):
             **ENGINE_ENVIRONMENT,
             **(env or {}),
         }
-        done = subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        done = run_group(command, timeout, env=environment)
         if expect is not None and done.returncode != expect:
             pytest.fail(f"exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
         return done

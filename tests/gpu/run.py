@@ -32,6 +32,7 @@ import judge  # noqa: E402
 # Mean acceptance length of the tiny pair, greedy: bf16, eager, as first measured on an H200; the reference's in float32.
 ACCEPTANCE, ACCEPTANCE_FLOAT32 = 3.7153, 3.7814
 AT_ONCE = 8
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Row(NamedTuple):
@@ -139,10 +140,19 @@ def run_jobs(chosen, arguments, site: Path, scratch: Path) -> list[Process]:
                 ended += done
                 write_report(arguments.out, chosen, processes)
     finally:
-        # Also after Ctrl-C, which reaches only this process group.
+        # Also after Ctrl-C, which reaches only this process group; a second one must not stop this.
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
         for process in processes:
-            process.end()
+            if process not in ended:
+                process.end()
+        for number in ENDING:
+            signal.signal(number, stop)
     return processes
+
+
+def stop(number, frame):
+    sys.exit(f"error: ended by {signal.Signals(number).name}")
 
 
 def next_job(waiting: list, busy: list[Process]):
@@ -396,7 +406,8 @@ def parse_arguments():
 def main() -> int:
     arguments = parse_arguments()
     # The jobs are in other process groups: what ends this process ends them only if it can clean up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended by SIGTERM"))
+    for number in ENDING:
+        signal.signal(number, stop)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dflash2-engine-", ignore_cleanup_errors=True) as scratch:
         try:

@@ -18,10 +18,6 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 
 SIDE_0_COLUMNS = 1024  # columns of one program
 SIDE_0_WARPS = 4
-# Left alone, ptxas saves registers and loads a thread's vectors one after another. With this many rows
-# and fewer, a multiprocessor of an H200 has no further program that would need them.
-SIDE_1_FEW_ROWS = 256
-SIDE_1_REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 
 
 def conv_side0(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
@@ -149,7 +145,7 @@ def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warp
         COLUMNS=columns,
         RUN=_run(y, groups),
         num_warps=warps or side1_warps(columns),
-        **(SIDE_1_REGISTERS if rows <= SIDE_1_FEW_ROWS else {}),
+        **side1_registers(columns),
     )
     return normed, total
 
@@ -157,6 +153,11 @@ def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warp
 def side1_warps(columns: int) -> int:
     """One program owns a row: a load of 16 bytes in bf16 a thread, and more of them beyond 2048 columns."""
     return max(1, min(8, columns // 256))
+
+
+def side1_registers(columns: int) -> dict[str, int]:
+    """With one load a tensor and thread, ptxas saves registers that nothing else needs and puts loads off."""
+    return {"maxnreg": 128} if columns <= 2048 and not torch.version.hip else {}
 
 
 def _run(x: torch.Tensor, groups: int) -> int:

@@ -26,7 +26,7 @@ import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MAX_K = 64
-# Two programs of 8 warps a multiprocessor, nothing spilled; PROGRAMS is that for an H200's 132.
+# Two programs of 8 warps a multiprocessor, and little spilled; PROGRAMS is that for an H200's 132.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 PROGRAMS = 264
 _SHARED: dict[tuple, "Workspace"] = {}

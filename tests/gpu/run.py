@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -222,9 +223,11 @@ def soak_row(phase: dict) -> Row:
 def latency_rows(phase: dict) -> list[Row]:
     seconds, compiled = phase["seconds"], phase["compiled"]
     names = sorted(set(sum(compiled, [])))
-    result = f"{1e3 * seconds[0]:.1f} ms, the tenth {1e3 * seconds[9]:.1f} ms"
+    # Texts differ, and so does how many steps they take: no single request is the measure.
+    others = statistics.median(seconds[1:])
+    result = f"{1e3 * seconds[0]:.1f} ms, the median of the next nine {1e3 * others:.1f} ms"
     return [
-        Row("first request", result, seconds[0] <= 1.2 * seconds[9] + 0.005),
+        Row("first request", result, seconds[0] <= 1.2 * others + 0.005),
         Row("kernels compiled after the start", ", ".join(names) or "none", not any(compiled[1:])),
     ]
 

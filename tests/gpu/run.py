@@ -142,13 +142,12 @@ def run_jobs(chosen, arguments, site: Path, scratch: Path) -> list[Process]:
                 write_report(arguments.out, chosen, processes)
     finally:
         # Also after Ctrl-C, which reaches only this process group; a second one must not stop this.
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
         for process in processes:
             if process not in ended:
                 process.end()
-        for number in ENDING:
-            signal.signal(number, stop)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return processes
 
 
@@ -409,8 +408,10 @@ def parse_arguments():
 def main() -> int:
     arguments = parse_arguments()
     # The jobs are in other process groups: what ends this process ends them only if it can clean up.
+    # What is ignored stays so, as SIGHUP under nohup.
     for number in ENDING:
-        signal.signal(number, stop)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dflash2-engine-", ignore_cleanup_errors=True) as scratch:
         try:

@@ -216,8 +216,8 @@ def replay_times(managers: dict[str, DFlashCudaGraphManager], batch: int, rounds
 
 def plot(axes, rows: list[dict]) -> None:
     for name in ("step", "floor"):
-        axes.loglog([row["batch"] for row in rows], [row[name] for row in rows], marker="o", label=name)
-    axes.set(xlabel="batch", ylabel="µs", title="Draft step at the dimensions of Qwen3.8-27B's drafter")
+        axes.semilogx([row["batch"] for row in rows], [row[name] for row in rows], marker="o", label=name)
+    axes.set(ylim=(0, None), xlabel="batch", ylabel="µs", title="Draft step at the dimensions of Qwen3.8-27B's drafter")
 
 
 def main() -> int:
@@ -225,6 +225,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for draft_step_ARCHITECTURE.md, .json and .png")
     parser.add_argument("--architecture", default="DFlash2DraftModel", help="or DFlash2BeamDraftModel")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: bench/draft_step.py needs a GPU that torch can see")
     folder = Path(tempfile.mkdtemp())
     write_configs(folder, args.architecture)
     speculator = find_speculator(make_engine(folder, list(GOALS)))

@@ -82,8 +82,9 @@ def install(python, name):
             arguments += WITH_TORCH_INDEX
     done = pip(python, arguments)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise SystemExit(f"error: pip could not install {name}: {' '.join(errors[-1:])}; check the network and pip's index")
+        # The first says what, the last often only where to read about it.
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
+        raise SystemExit(f"error: pip could not install {name}: {' '.join(errors[:1])}; check the network and pip's index")
 
 
 def torch_line():

@@ -440,6 +440,8 @@ def main():
     parser.add_argument("--out", type=Path, help="folder for lossless.json")
     parser.add_argument("--samples", type=int, help="requests at each temperature (GPU 400000, CPU 20000)")
     given = parser.parse_args()
+    if given.gpu and not torch.cuda.is_available():
+        raise SystemExit("error: tests/lossless.py --gpu needs a GPU that torch can see")
     backend, width, device = (Kernels, 65536, "cuda") if given.gpu else (Transcribed, 2048, "cpu")
     samples = given.samples or (400_000 if given.gpu else 20_000)
     report, good = [], True

@@ -105,11 +105,11 @@ def test_torchs_index_is_asked_only_where_no_other_has_the_cpu_build(pip):
 
 @pytest.mark.parametrize("name", [CPU, GPU, TOOL])
 def test_what_pip_says_becomes_one_line(pip, name):
-    pip.failures["-r"] = "WARNING: slow\nERROR: No matching distribution found for x\n[notice] pip is old"
+    pip.failures["-r"] = "WARNING: slow\nERROR: Cannot install x because y\nERROR: ResolutionImpossible\n[notice] pip is old"
     with pytest.raises(SystemExit) as error:
         environment.install("python", name)
     assert str(error.value).count("\n") == 0
-    assert f"could not install {name}: ERROR: No matching distribution found for x" in str(error.value)
+    assert f"could not install {name}: ERROR: Cannot install x because y;" in str(error.value)
 
 
 def test_the_cpu_requirements_are_complete_pins():

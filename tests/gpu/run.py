@@ -166,8 +166,8 @@ def next_job(waiting: list, busy: list[Process]):
 
 
 def split_by_gpus(wanted: list, gpus: int) -> tuple[list, list]:
-    """The jobs that ``gpus`` visible GPUs are enough for, and the others; those for one GPU run on a CPU as well."""
-    enough = [job for job in wanted if job.gpus <= max(gpus, 1)]
+    """The jobs that ``gpus`` visible GPUs are enough for, and the others."""
+    enough = [job for job in wanted if job.gpus <= gpus]
     return enough, [job for job in wanted if job not in enough]
 
 
@@ -407,6 +407,9 @@ def parse_arguments():
 
 def main() -> int:
     arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        print("error: torch sees no GPU", file=sys.stderr)
+        return 3
     # The jobs are in other process groups: what ends this process ends them only if it can clean up.
     # What is ignored stays so, as SIGHUP under nohup.
     for number in ENDING:

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
+UPSTREAM = "--upstream takes a folder that holds vllm 0.33.0"
 CACHE_FACTOR = 3  # rotate over this many times the L2, so that nothing timed as cold is still in it
 
 
@@ -40,12 +41,20 @@ def triton_utils():
     return stub
 
 
+def require_gpu():
+    if not torch.cuda.is_available():
+        raise SystemExit(f"error: {sys.argv[0]} needs a GPU that torch can see")
+
+
+def upstream_file(path):
+    if not path.is_file():
+        raise SystemExit(f"error: no {path}; {UPSTREAM}")
+    return path
+
+
 def load_upstream(path, *names, **imported):
     """Functions and classes of an upstream module, run from its own file with torch, Triton and `imported`."""
-    hint = "--upstream takes a folder that holds vllm 0.33.0"
-    if not path.is_file():
-        raise SystemExit(f"error: no {path}; {hint}")
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(upstream_file(path).read_text())
     tree.body = [
         node
         for node in tree.body
@@ -57,7 +66,7 @@ def load_upstream(path, *names, **imported):
     exec(compile(tree, str(path), "exec"), scope)
     missing = [name for name in names if name not in scope]
     if missing:
-        raise SystemExit(f"error: {path} has no {', '.join(missing)}; {hint}")
+        raise SystemExit(f"error: {path} has no {', '.join(missing)}; {UPSTREAM}")
     return [scope[name] for name in names]
 
 

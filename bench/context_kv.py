@@ -20,7 +20,17 @@ import sys
 from pathlib import Path
 
 import torch
-from _common import REPO, copy_bandwidth, empty_kernel_time, load_kernels, load_upstream, rotations, time_graph, write
+from _common import (
+    REPO,
+    copy_bandwidth,
+    empty_kernel_time,
+    load_kernels,
+    load_upstream,
+    require_gpu,
+    rotations,
+    time_graph,
+    write,
+)
 
 sys.path.insert(0, str(REPO / "tests"))
 import test_context_kv as reference  # noqa: E402
@@ -139,8 +149,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--upstream", type=Path)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: this benchmark needs a CUDA GPU")
+    require_gpu()
     module = load_kernels("context_kv")
     print(check_all(module))
     calls = {

@@ -15,7 +15,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _common import copy_bandwidth, empty_kernel_time, load_kernels, load_upstream, precompile, time_graph, write
+from _common import (
+    copy_bandwidth,
+    empty_kernel_time,
+    load_kernels,
+    load_upstream,
+    precompile,
+    require_gpu,
+    time_graph,
+    write,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from test_conv import BIG, SMALL, check  # noqa: E402
@@ -176,8 +185,7 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="also time every candidate launch configuration")
     parser.add_argument("--upstream", type=Path, help="folder that holds vllm 0.33.0, unpacked from its wheel")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: bench/conv.py needs a GPU that torch can see")
+    require_gpu()
     upstream = upstream_kernels(args.upstream)
     cases = SMALL + BIG
     precompile(compile_one, cases)

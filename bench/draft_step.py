@@ -25,7 +25,7 @@ from unittest.mock import patch
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
-from _common import write
+from _common import require_gpu, write
 from vllm import LLM
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
@@ -225,8 +225,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for draft_step_ARCHITECTURE.md, .json and .png")
     parser.add_argument("--architecture", default="DFlash2DraftModel", help="or DFlash2BeamDraftModel")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: bench/draft_step.py needs a GPU that torch can see")
+    require_gpu()
     folder = Path(tempfile.mkdtemp())
     write_configs(folder, args.architecture)
     speculator = find_speculator(make_engine(folder, list(GOALS)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, time_graph, write
+from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, require_gpu, time_graph, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from test_swiglu import BIG, SMALL, check  # noqa: E402
@@ -90,8 +90,7 @@ def main():
     parser.add_argument("--out", type=Path, help="folder for swiglu.md, swiglu.json and swiglu.png")
     parser.add_argument("--sweep", action="store_true", help="also time every candidate launch configuration")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: bench/swiglu.py needs a GPU that torch can see")
+    require_gpu()
     precompile(compile_one, [None, *(CHOICES if args.sweep else ())])
     swiglu, cases = load_kernels("swiglu"), SMALL + BIG
     wrong = {case.name: w for case in cases if (w := check(swiglu.silu_and_mul, case, "cuda"))}

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, rotations, time_graph, write
+from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, require_gpu, rotations, time_graph, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from test_top_k import BIG, SMALL, Case, check  # noqa: E402
@@ -124,8 +124,7 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="also time every candidate tile")
     parser.add_argument("--flashinfer", action="store_true", help="also time FlashInfer's radix top-k")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: bench/top_k.py needs a GPU that torch can see")
+    require_gpu()
     tiles = [(k, tile) for k, row in TILES.items() for tile in row] if args.sweep else []
     cases = SMALL + BIG
     precompile(compile_one, jobs(cases, tiles))

@@ -12,7 +12,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from _common import empty_kernel_time, load_upstream, time_graph, write
+from _common import empty_kernel_time, load_upstream, require_gpu, time_graph, upstream_file, write
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
 
 VOCAB = 248320
@@ -93,7 +93,7 @@ def upstream_selector(folder):
     gpu = folder / "vllm/v1/worker/gpu"
     beam = folder / "vllm/models/beam/nvidia"
     _, edges = load_upstream(beam / "dflash2_ops.py", "_candidate_edges_kernel", "candidate_edges")
-    spec = importlib.util.spec_from_file_location("upstream_gumbel", gpu / "sample/gumbel.py")
+    spec = importlib.util.spec_from_file_location("upstream_gumbel", upstream_file(gpu / "sample/gumbel.py"))
     gumbel = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gumbel)
     _, _, sampler = load_upstream(
@@ -153,8 +153,7 @@ def main():
     parser.add_argument("--out", type=Path, help="folder for walk.md, walk.json and walk.png")
     parser.add_argument("--upstream", type=Path, help="folder that holds vllm 0.33.0, unpacked from its wheel")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: this benchmark needs a GPU")
+    require_gpu()
     upstream = upstream_selector(args.upstream) if args.upstream else None
     for case in CASES:
         check(case)

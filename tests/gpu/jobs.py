@@ -211,7 +211,7 @@ def sampled(run: Run) -> dict:
 
 
 def latency(run: Run) -> dict:
-    """Seconds of ten requests of one length, the first one being the engine's first, and the kernels compiled during each."""
+    """Seconds of ten requests, the first one being the engine's first, and the kernels compiled during each."""
     seconds, compiled = [], []
     for number in range(10):
         known, begin = len(run.compiled), time.perf_counter()

@@ -74,7 +74,7 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(site),
-                start_new_session=True,
+                process_group=0,
             )
 
     def running(self) -> bool:

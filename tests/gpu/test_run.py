@@ -79,7 +79,11 @@ def test_tensor_parallel_rows(changes, failed):
 
 @pytest.mark.parametrize(
     "value, passed",
-    [(gpu_run.ACCEPTANCE, True), (gpu_run.ACCEPTANCE_FLOAT32, True), (3.60, False), (3.61, True), (3.89, True), (3.90, False), (None, False)],
+    [
+        (gpu_run.ACCEPTANCE, True),
+        (gpu_run.ACCEPTANCE_FLOAT32, True),
+        *((3.60, False), (3.61, True), (3.89, True), (3.90, False), (None, False)),
+    ],
 )
 def test_acceptance_row(value, passed):
     assert gpu_run.acceptance_row("", {"acceptance": value, "drafts": 5.0}).passed == passed

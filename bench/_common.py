@@ -18,10 +18,10 @@ CACHE_FACTOR = 3  # rotate over this many times the L2, so that nothing timed as
 
 
 def load_kernels(name):
-    """dflash2/<name>.py as a module, whether or not vLLM is there: it asks vLLM for nothing but Triton."""
+    """dflash2/layers/dflash2/<name>.py as a module, whether or not vLLM is there: it asks vLLM for nothing but Triton."""
     known = sys.modules.get("vllm.triton_utils")
     sys.modules["vllm.triton_utils"] = triton_utils()
-    spec = importlib.util.spec_from_file_location(f"dflash2_{name}", REPO / "dflash2" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"dflash2_{name}", REPO / "dflash2/layers/dflash2" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -181,13 +181,9 @@ def fill_inputs(speculator, batch: int) -> None:
     buffers, steps = speculator.input_buffers, speculator.num_speculative_steps
     requests = torch.arange(batch, device="cuda")
     buffers.input_ids[:rows].random_(0, 1000)
-    buffers.positions[:rows].copy_(
-        (CONTEXT + torch.arange(speculator.num_query_per_req, device="cuda")).repeat(batch)
-    )
+    buffers.positions[:rows].copy_((CONTEXT + torch.arange(speculator.num_query_per_req, device="cuda")).repeat(batch))
     buffers.seq_lens[:batch].fill_(CONTEXT + speculator.num_query_per_req)
-    buffers.query_start_loc[: batch + 1].copy_(
-        torch.arange(batch + 1, device="cuda") * speculator.num_query_per_req
-    )
+    buffers.query_start_loc[: batch + 1].copy_(torch.arange(batch + 1, device="cuda") * speculator.num_query_per_req)
     offsets = torch.arange(1, steps + 1, device="cuda")
     speculator.sample_indices[: batch * steps].copy_(
         (requests[:, None] * speculator.num_query_per_req + offsets).flatten()

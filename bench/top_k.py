@@ -12,7 +12,16 @@ import sys
 from pathlib import Path
 
 import torch
-from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, require_gpu, rotations, time_graph, write
+from _common import (
+    copy_bandwidth,
+    empty_kernel_time,
+    load_kernels,
+    precompile,
+    require_gpu,
+    rotations,
+    time_graph,
+    write,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from test_top_k import BIG, SMALL, Case, check  # noqa: E402

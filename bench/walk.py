@@ -157,7 +157,9 @@ def main():
     upstream = upstream_selector(args.upstream) if args.upstream else None
     for case in CASES:
         check(case)
-    print(f"{len(CASES)} of {len(CASES)} cases within rounding of float32; an empty kernel {empty_kernel_time():.2f} µs")
+    print(
+        f"{len(CASES)} of {len(CASES)} cases within rounding of float32; an empty kernel {empty_kernel_time():.2f} µs"
+    )
     rows = [measure(case, upstream) for case in CASES]
     write(args.out, "walk", {"One draft, µs": rows}, lambda axes: plot(axes, rows))
 

@@ -26,7 +26,9 @@ def main():
     parser.add_argument("--gpu", action="store_true", help="fail rather than draft on the CPU")
     if parser.parse_args().gpu and not torch.cuda.is_available():
         raise SystemExit("error: torch sees no GPU; leave --gpu out to draft on the CPU")
-    where = "on the GPU" if torch.cuda.is_available() else "on the CPU, through Triton's interpreter: half a minute or so"
+    where = (
+        "on the GPU" if torch.cuda.is_available() else "on the CPU, through Triton's interpreter: half a minute or so"
+    )
     print(f"decoding {PROMPTS} prompts x {NEW_TOKENS} tokens, without and with the drafter, {where}", flush=True)
     prompts = json.loads((TINY / "prompts.json").read_text())["prompts"][:PROMPTS]
     with tempfile.TemporaryDirectory() as folder:

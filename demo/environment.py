@@ -83,8 +83,12 @@ def install(python, name):
     done = pip(python, arguments)
     if done.returncode:
         # The first says what, the last often only where to read about it.
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
-        raise SystemExit(f"error: pip could not install {name}: {' '.join(errors[:1])}; check the network and pip's index")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[
+            -1:
+        ]
+        raise SystemExit(
+            f"error: pip could not install {name}: {' '.join(errors[:1])}; check the network and pip's index"
+        )
 
 
 def torch_line():

@@ -28,11 +28,17 @@ TRITON = "3.9.0"
 
 def main():
     if triton.__version__ != TRITON:
-        raise SystemExit(f"error: triton {triton.__version__}: demo/interpret.py knows triton {TRITON} only; install that one")
+        raise SystemExit(
+            f"error: triton {triton.__version__}: demo/interpret.py knows triton {TRITON} only; install that one"
+        )
     claim_a_driver()
     libdevice.log1p = log1p
-    interpreter.InterpreterBuilder.create_masked_load = with_bool_mask(interpreter.InterpreterBuilder.create_masked_load, 1)
-    interpreter.InterpreterBuilder.create_masked_store = with_bool_mask(interpreter.InterpreterBuilder.create_masked_store, 2)
+    interpreter.InterpreterBuilder.create_masked_load = with_bool_mask(
+        interpreter.InterpreterBuilder.create_masked_load, 1
+    )
+    interpreter.InterpreterBuilder.create_masked_store = with_bool_mask(
+        interpreter.InterpreterBuilder.create_masked_store, 2
+    )
     interpreter.ReduceOps.min_max = min_max
 
 

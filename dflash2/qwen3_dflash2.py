@@ -67,8 +67,7 @@ class DFlash2Config:
         for f in fields(cls):
             if f.default is MISSING and f.name not in values:
                 raise ValueError(
-                    f"DFlash2 drafter: dflash_config.{f.name} is missing from the "
-                    "draft model's config.json."
+                    f"DFlash2 drafter: dflash_config.{f.name} is missing from the draft model's config.json."
                 )
         config = cls(**values)
         config._check(hf_config.hidden_size, hf_config.vocab_size)
@@ -77,10 +76,7 @@ class DFlash2Config:
     def _check(self, hidden_size: int, vocab_size: int) -> None:
         def demand(holds: bool, key: str, rule: str) -> None:
             if not holds:
-                raise ValueError(
-                    f"DFlash2 drafter: dflash_config.{key} {rule}, "
-                    f"got {getattr(self, key)!r}."
-                )
+                raise ValueError(f"DFlash2 drafter: dflash_config.{key} {rule}, got {getattr(self, key)!r}.")
 
         for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
             value = getattr(self, key)
@@ -102,9 +98,7 @@ class DFlash2Config:
         )
         layers = self.target_layer_ids
         demand(
-            isinstance(layers, (list, tuple))
-            and len(layers) > 0
-            and all(type(i) is int and i >= 0 for i in layers),
+            isinstance(layers, (list, tuple)) and len(layers) > 0 and all(type(i) is int and i >= 0 for i in layers),
             "target_layer_ids",
             "must be a list of target layers, counted from 0",
         )
@@ -123,9 +117,7 @@ class DFlash2Config:
         )
 
 
-def expected_tensors(
-    hf_config, config: DFlash2Config, fc_input_size: int
-) -> dict[str, tuple[int, ...]]:
+def expected_tensors(hf_config, config: DFlash2Config, fc_input_size: int) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a DFlash2 checkpoint holds.
 
     vLLM's own tracking cannot tell a missing tensor here: it counts a layer
@@ -162,9 +154,7 @@ def expected_tensors(
         layer[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     rank, vocab = config.selector_rank, hf_config.vocab_size
     tensors: dict[str, tuple[int, ...]] = {
-        f"layers.{i}.{name}": shape
-        for i in range(hf_config.num_hidden_layers)
-        for name, shape in layer.items()
+        f"layers.{i}.{name}": shape for i in range(hf_config.num_hidden_layers) for name, shape in layer.items()
     }
     return tensors | {
         "fc.weight": (hidden, fc_input_size),
@@ -176,9 +166,7 @@ def expected_tensors(
     }
 
 
-def check_tensors(
-    found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]]
-) -> None:
+def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise ValueError naming the tensors that are missing, unexpected or misshapen."""
     faults = [f"{name} is missing" for name in expected if name not in found]
     faults += [f"{name} is not a DFlash2 tensor" for name in found if name not in expected]
@@ -204,9 +192,7 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     return out
 
 
-def attention(
-    attn: DFlashQwen3Attention, positions: torch.Tensor, x: torch.Tensor
-) -> torch.Tensor:
+def attention(attn: DFlashQwen3Attention, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`attn` of x [rows, hidden_size], with the norms and RoPE of Q and K in one
     kernel where vLLM has one."""
     fused = x.is_cuda and attn.head_dim in (64, 128, 256) and x.dtype == torch.bfloat16
@@ -246,9 +232,7 @@ class DFlash2Conv(nn.Module):
 
     def __init__(self, hidden_size: int, taps: int, group_size: int, prefix: str):
         super().__init__()
-        self.base_kernel = nn.Parameter(
-            torch.zeros(2, taps, hidden_size), requires_grad=False
-        )
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size), requires_grad=False)
         self.kernel_projection = ReplicatedLinear(
             hidden_size,
             2 * taps * (hidden_size // group_size),
@@ -275,9 +259,7 @@ class DFlash2Conv(nn.Module):
 
         Returns (normed, residual), both [rows, hidden_size].
         """
-        return conv_side1_add_norm(
-            y, delta, self.base_kernel, residual, norm.weight, norm.variance_epsilon, block
-        )
+        return conv_side1_add_norm(y, delta, self.base_kernel, residual, norm.weight, norm.variance_epsilon, block)
 
 
 class DFlash2DecoderLayer(DFlashQwen3DecoderLayer):
@@ -306,9 +288,7 @@ class DFlash2DecoderLayer(DFlashQwen3DecoderLayer):
         """
         x, delta = self.attention_conv.before(hidden_states, block)
         y = attention(self.self_attn, positions, x)
-        hidden_states, residual = self.attention_conv.after(
-            y, delta, residual, self.post_attention_layernorm, block
-        )
+        hidden_states, residual = self.attention_conv.after(y, delta, residual, self.post_attention_layernorm, block)
         x, delta = self.mlp_conv.before(hidden_states, block)
         return self.mlp_conv.after(swiglu(self.mlp, x), delta, residual, next_norm, block)
 
@@ -316,17 +296,13 @@ class DFlash2DecoderLayer(DFlashQwen3DecoderLayer):
 class DFlash2CandidateSelector(nn.Module):
     """Scores a candidate b at a step whose hidden state is h, after the token p:
 
-        unary(b) + <predecessor_codebook[p] * (hidden_projection h), successor_codebook[b]>
+    unary(b) + <predecessor_codebook[p] * (hidden_projection h), successor_codebook[b]>
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, prefix: str):
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(
-            torch.zeros(vocab_size, rank), requires_grad=False
-        )
-        self.successor_codebook = nn.Parameter(
-            torch.zeros(vocab_size, rank), requires_grad=False
-        )
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank), requires_grad=False)
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank), requires_grad=False)
         self.hidden_projection = ReplicatedLinear(
             hidden_size,
             rank,
@@ -342,9 +318,7 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
     selector_cls = DFlash2CandidateSelector
 
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""):
-        super().__init__(
-            vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix
-        )
+        super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
         config = DFlash2Config.from_hf_config(self.config)
         # A DFlash2 checkpoint has no mask embedding of its own.
         del self.mask_embedding
@@ -387,9 +361,7 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         """
         writer = getattr(self, "context_writer", None)
         if writer is None or not writer.can_store(context_slot_mapping):
-            super().precompute_and_store_context_kv(
-                context_states, context_positions, context_slot_mapping
-            )
+            super().precompute_and_store_context_kv(context_states, context_positions, context_slot_mapping)
             return
         states = rms_norm(context_states, self.hidden_norm)
         kv_flat = F.linear(states, self._fused_kv_weight, self._fused_kv_bias)
@@ -414,9 +386,7 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         hidden_states = rms_norm(residual, self.layers[0].input_layernorm)
         norms = [layer.input_layernorm for layer in self.layers[1:]] + [self.norm]
         for layer, next_norm in zip(self.layers, norms):
-            hidden_states, residual = layer(
-                positions, hidden_states, residual, next_norm, self.block
-            )
+            hidden_states, residual = layer(positions, hidden_states, residual, next_norm, self.block)
         return hidden_states
 
 
@@ -453,17 +423,13 @@ class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
             logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
         return logits
 
-    def compute_candidates(
-        self, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_candidates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The K candidates of each row, best first.
 
         hidden_states [rows, hidden_size] -> ids [rows, K] int64 and unary
         scores [rows, K] float32.
         """
-        return self.logits_processor.get_top_k_tokens(
-            self.lm_head, hidden_states, self.top_k
-        )
+        return self.logits_processor.get_top_k_tokens(self.lm_head, hidden_states, self.top_k)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint whose tensors are exactly the expected ones.
@@ -475,9 +441,7 @@ class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
         """
         found = dict(weights)
         config = DFlash2Config.from_hf_config(self.config)
-        check_tensors(
-            found, expected_tensors(self.config, config, self.model.fc.input_size)
-        )
+        check_tensors(found, expected_tensors(self.config, config, self.model.fc.input_size))
         loader = AutoWeightsLoader(self, skip_substrs=["embed_tokens", "lm_head"])
         loaded = loader.load_weights((f"model.{name}", w) for name, w in found.items())
         self.model._build_fused_kv_buffers()

@@ -72,14 +72,15 @@ PATCHES = (
 # source, below this repo -> destination, below site-packages
 INSTALLED = {
     "dflash2/qwen3_dflash2.py": "vllm/model_executor/models/qwen3_dflash2.py",
-    "dflash2/__init__.py": "vllm/v1/worker/gpu/spec_decode/dflash2/__init__.py",
     "dflash2/speculator.py": "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py",
-    "dflash2/layers.py": "vllm/model_executor/layers/dflash2/__init__.py",
-    "dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",
-    "dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
-    "dflash2/swiglu.py": "vllm/model_executor/layers/dflash2/swiglu.py",
-    "dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
+    "dflash2/spec_decode/dflash2/__init__.py": "vllm/v1/worker/gpu/spec_decode/dflash2/__init__.py",
+    "dflash2/spec_decode/dflash2/walk.py": "vllm/v1/worker/gpu/spec_decode/dflash2/walk.py",
+    "dflash2/layers/dflash2/__init__.py": "vllm/model_executor/layers/dflash2/__init__.py",
+    "dflash2/layers/dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",
+    "dflash2/layers/dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
+    "dflash2/layers/dflash2/swiglu.py": "vllm/model_executor/layers/dflash2/swiglu.py",
+    "dflash2/layers/dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
     "dflash2/beam/__init__.py": "vllm/models/beam/__init__.py",
-    "dflash2/beam/nvidia.py": "vllm/models/beam/nvidia/__init__.py",
-    "dflash2/beam/dflash2.py": "vllm/models/beam/nvidia/dflash2.py",
+    "dflash2/beam/nvidia/__init__.py": "vllm/models/beam/nvidia/__init__.py",
+    "dflash2/beam/nvidia/dflash2.py": "vllm/models/beam/nvidia/dflash2.py",
 }

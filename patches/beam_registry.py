@@ -14,13 +14,13 @@ PATCH = Patch(
         Hunk(
             FILE,
             "",
-            old='''\
+            old="""\
     "DSparkDraftModel": ("vllm.models.deepseek_v4", "DSparkDeepseekV4ForCausalLM"),
-''',
-            new='''\
+""",
+            new="""\
     "DFlash2BeamDraftModel": ("vllm.models.beam", "DFlash2BeamForCausalLM"),
     "DSparkDraftModel": ("vllm.models.deepseek_v4", "DSparkDeepseekV4ForCausalLM"),
-''',
+""",
         ),
     ),
     shipped=((Sign(FILE, "", '{"DFlash2BeamDraftModel": _, ...}'),),),

@@ -20,17 +20,17 @@ EAGLE = "vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py"
 WALK = "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py"
 MTP = "vllm/v1/worker/gpu/spec_decode/multi_module_mtp/speculator.py"
 
-CALL = '''\
+CALL = """\
             temperature,
             seeds,
         )
-'''
-CALL_WITH_ANCHOR = '''\
+"""
+CALL_WITH_ANCHOR = """\
             temperature,
             seeds,
             input_batch.seq_lens[:num_reqs] - num_rejected,
         )
-'''
+"""
 
 PATCH = Patch(
     name="block-verify-noise",
@@ -43,48 +43,48 @@ PATCH = Patch(
             REJECTION,
             "_rejection_kernel",
             old="    seed = tl.load(seed_ptr + req_state_idx)\n",
-            new='''\
+            new="""\
     seed = tl.load(seed_ptr + req_state_idx)
     if USE_BLOCK_VERIFICATION:
         # Judged drafts are drawn again next round: u is keyed by the round's anchor too.
         seed ^= tl.load(pos_ptr + start_idx).to(tl.int64) << 32
-''',
+""",
         ),
         Hunk(
             DFLASH,
             "_prepare_dflash_inputs_kernel",
             old="        tl.store(out_seeds_ptr + req_state_idx, tl.load(seeds_ptr + req_state_idx))\n",
-            new='''\
+            new="""\
         # Keyed by the round's anchor too: a draft that was judged is drawn with new noise.
         round_key = (last_valid_pos + 1).to(tl.int64) << 32
         seed = tl.load(seeds_ptr + req_state_idx) ^ round_key
         tl.store(out_seeds_ptr + req_state_idx, seed)
-''',
+""",
         ),
         Hunk(
             BASE,
             "DraftModelSpeculator._copy_request_inputs",
-            old='''\
+            old="""\
         seeds: torch.Tensor,
     ) -> None:
-''',
-            new='''\
+""",
+            new="""\
         seeds: torch.Tensor,
         # [num_reqs]
         anchor_pos: torch.Tensor,
     ) -> None:
-''',
+""",
         ),
         Hunk(
             BASE,
             "DraftModelSpeculator._copy_request_inputs",
             old="        self.seeds.copy_(seeds)\n",
-            new='''\
+            new="""\
         self.seeds.copy_(seeds)
         if self.draft_logits is not None:
             # Keyed by the round's anchor too: a draft that was judged is drawn with new noise.
             self.seeds[idx_mapping] ^= anchor_pos.to(torch.int64) << 32
-''',
+""",
         ),
         Hunk(EAGLE, "AutoRegressiveSpeculator.propose", old=CALL, new=CALL_WITH_ANCHOR),
         Hunk(MTP, "MultiModuleMTPSpeculator.propose", old=CALL, new=CALL_WITH_ANCHOR),

@@ -21,17 +21,17 @@ PATCH = Patch(
         Hunk(
             FILE,
             "_compute_global_residual_mass",
-            old='''\
+            old="""\
     if HAS_DRAFT_LOGITS:
         blocks = tl.arange(0, PADDED_VOCAB_NUM_BLOCKS)
-''',
-            new='''\
+""",
+            new="""\
     draft_token = tl.load(draft_sampled_ptr + logit_idx + 1).to(tl.int64)
     is_placeholder = draft_token < 0
     draft_token = tl.maximum(draft_token, 0)
     if HAS_DRAFT_LOGITS:
         blocks = tl.arange(0, PADDED_VOCAB_NUM_BLOCKS)
-''',
+""",
         ),
         Hunk(
             FILE,
@@ -42,10 +42,10 @@ PATCH = Patch(
         Hunk(
             FILE,
             "_compute_global_residual_mass",
-            old='''\
+            old="""\
         draft_token = tl.load(draft_sampled_ptr + logit_idx + 1).to(tl.int64)
         target_lse = _compute_global_logsumexp(
-''',
+""",
             new="        target_lse = _compute_global_logsumexp(\n",
         ),
         Hunk(
@@ -57,34 +57,34 @@ PATCH = Patch(
         Hunk(
             FILE,
             "_compute_cumulative_log_p_kernel",
-            old='''\
+            old="""\
         draft_token = tl.load(draft_sampled_ptr + logit_idx + 1).to(tl.int64)
-''',
-            new='''\
+""",
+            new="""\
         draft_token = tl.load(draft_sampled_ptr + logit_idx + 1).to(tl.int64)
         is_placeholder = draft_token < 0
         draft_token = tl.maximum(draft_token, 0)
-''',
+""",
         ),
         Hunk(
             FILE,
             "_compute_cumulative_log_p_kernel",
             old="        log_p = tl.minimum(log_p + (target_logprob - draft_logprob), 0.0)\n",
-            new='''\
+            new="""\
         log_p = tl.minimum(log_p + (target_logprob - draft_logprob), 0.0)
         log_p = tl.where(is_placeholder, float("-inf"), log_p)
-''',
+""",
         ),
         Hunk(
             FILE,
             "_resample_kernel",
             old="    if is_bonus:\n",
-            new='''\
+            new="""\
     next_ptr = draft_sampled_ptr + resample_token_idx + 1
     rejected = tl.load(next_ptr, mask=resample_token_idx < end_idx - 1, other=0)
     if is_bonus | (rejected < 0):
         # A placeholder has no proposal to correct for: like the bonus token.
-''',
+""",
         ),
     ),
     defines=(

@@ -60,8 +60,6 @@ PATCH = Patch(
         (FILE, "Scheduler.__init__"),
         (FILE, "Scheduler._mamba_block_aligned_split"),
     ),
-    shipped=(
-        (Sign(CONFIG, "SpeculativeConfig.needs_eagle_block_drop", "self.use_dflash()"),),
-    ),
+    shipped=((Sign(CONFIG, "SpeculativeConfig.needs_eagle_block_drop", "self.use_dflash()"),),),
     core=False,
 )

@@ -20,10 +20,10 @@ PATCH = Patch(
             FILE,
             "DFlashSpeculator.capture",
             old="        self.sample_idx_mapping.zero_()\n",
-            new='''\
+            new="""\
         # No request slot: zero would leave the warm-up's proposals in slot 0.
         self.sample_idx_mapping.fill_(-1)
-''',
+""",
         ),
     ),
     defines=((FILE, "DFlashSpeculator.capture"),),

@@ -17,14 +17,14 @@ PATCH = Patch(
         Hunk(
             FILE,
             "_dflash_layer_causal",
-            old='''\
+            old="""\
     override = (getattr(config, "dflash_config", None) or {}).get("causal")
-''',
-            new='''\
+""",
+            new="""\
     override = getattr(config, "is_causal", None)
     if override is None:
         override = (getattr(config, "dflash_config", None) or {}).get("causal")
-''',
+""",
         ),
     ),
     defines=((FILE, "_dflash_layer_causal"),),

@@ -18,7 +18,7 @@ PATCH = Patch(
         Hunk(
             FILE,
             "DraftModelSpeculator",
-            old='''\
+            old="""\
             self.draft_logits = torch.zeros(
                 self.max_num_reqs,
                 self.num_speculative_steps,
@@ -26,7 +26,7 @@ PATCH = Patch(
                 dtype=torch.float32,
                 device=device,
             )
-''',
+""",
             new='''\
             dtype, fill = self.draft_logits_spec(vllm_config)
             self.draft_logits = torch.full(

@@ -23,20 +23,20 @@ PATCH = Patch(
             BASE,
             "",
             old="logger = init_logger(__name__)\n",
-            new='''\
+            new="""\
 logger = init_logger(__name__)
 
 # Added to the position that keys a draft's noise, so that it shares none with its verification.
 DRAFT_NOISE_OFFSET = 2**30
-''',
+""",
         ),
         Hunk(
             BASE,
             "DraftModelSpeculator.sample_draft",
-            old='''\
+            old="""\
             # NOTE(woosuk): We must add 1 to the positions to match the Gumbel noise
             # used for draft and target sampling.
-''',
+""",
             new="            # Keyed like the target's noise for this token, in a stream of the draft's own.\n",
         ),
         Hunk(
@@ -49,22 +49,22 @@ DRAFT_NOISE_OFFSET = 2**30
             DSPARK,
             "",
             old="from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model\n",
-            new='''\
+            new="""\
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DRAFT_NOISE_OFFSET
-''',
+""",
         ),
         Hunk(
             DSPARK,
             "DSparkSpeculator._sample_sequential",
-            old='''\
+            old="""\
                 # sample_pos is the predicted token's position Q; the target
                 # verifies it with the predecessor's Gumbel key (Q-1). Pass Q-1.
-''',
-            new='''\
+""",
+            new="""\
                 # Keyed like the target's noise for this token (the predecessor's
                 # position), in a stream of the draft's own.
-''',
+""",
         ),
         Hunk(
             DSPARK,

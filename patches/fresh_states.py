@@ -51,10 +51,10 @@ PATCH = Patch(
             FILE,
             f"{CLASS}.preprocess_state",
             old="        if not self._align_mode:\n",
-            new='''\
+            new="""\
         self.clear_fresh_states(input_batch, block_tables, kv_cache_config)
         if not self._align_mode:
-''',
+""",
         ),
     ),
     defines=((FILE, f"{CLASS}.clear_fresh_states"), (FILE, f"{CLASS}.preprocess_state")),

@@ -36,16 +36,16 @@ PATCH = Patch(
         Hunk(
             FILE,
             "XgrammarGrammar.accept_tokens",
-            old='''\
+            old="""\
             self.num_processed_tokens += 1
         self._is_terminated = self.matcher.is_terminated()
-''',
-            new='''\
+""",
+            new="""\
             self.num_processed_tokens += 1
             self._is_terminated = self.matcher.is_terminated()
             if self._is_terminated:
                 break
-''',
+""",
         ),
         Hunk(
             FILE,

@@ -36,8 +36,6 @@ PATCH = Patch(
         ),
     ),
     defines=((FILE, SCOPE),),
-    shipped=(
-        (Sign(FILE, SCOPE, "_maybe_symmetrize_window(self.sliding_window, ...)"),),
-    ),
+    shipped=((Sign(FILE, SCOPE, "_maybe_symmetrize_window(self.sliding_window, ...)"),),),
     core=False,
 )

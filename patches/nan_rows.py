@@ -22,44 +22,44 @@ PATCH = Patch(
             REJECTION,
             "_compute_local_logits_stats_kernel",
             old="        value, idx = tl.max(target_logits, axis=0, return_indices=True)\n",
-            new='''\
+            new="""\
         # NaN loses every comparison: the argmax would be a lane past the vocabulary.
         is_nan = target_logits != target_logits
         target_logits = tl.where(is_nan, float("-inf"), target_logits)
         value, idx = tl.max(target_logits, axis=0, return_indices=True)
-''',
+""",
         ),
         Hunk(
             REJECTION,
             "_resample_kernel",
             old="        ratio = tl.exp(draft_log_probs - target_log_probs)\n",
-            new='''\
+            new="""\
         ratio = tl.exp(draft_log_probs - target_log_probs)
         # A proposal of NaN was rejected for certain, so the token comes from p.
         ratio = tl.where(draft_lse != draft_lse, 0.0, ratio)
-''',
+""",
         ),
         Hunk(
             REJECTION,
             "_resample_kernel",
             old="    # Resample the rejected/bonus token.\n",
-            new='''\
+            new="""\
     # NaN loses every comparison: the argmax would be a lane past the vocabulary.
     is_nan = residual_logits != residual_logits
     residual_logits = tl.where(is_nan, float("-inf"), residual_logits)
 
     # Resample the rejected/bonus token.
-''',
+""",
         ),
         Hunk(
             GUMBEL,
             "_gumbel_sample_kernel",
             old="    logits = logits.to(tl.float32)\n",
-            new='''\
+            new="""\
     logits = logits.to(tl.float32)
     # NaN loses every comparison: the argmax would be a lane past the vocabulary.
     logits = tl.where(logits != logits, float("-inf"), logits)
-''',
+""",
         ),
     ),
     defines=(

@@ -19,10 +19,10 @@ PATCH = Patch(
         Hunk(
             FILE,
             "",
-            old='''\
+            old="""\
 @triton.jit
 def _gumbel_sample_kernel(
-''',
+""",
             new='''\
 @triton.jit
 def gumbel_noise(keys, seed, pos, USE_FP64: tl.constexpr):

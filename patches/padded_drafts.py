@@ -27,10 +27,10 @@ PATCH = Patch(
         Hunk(
             BASE,
             "BaseSpeculator",
-            old='''\
+            old="""\
     def capture(self) -> None:
         pass
-''',
+""",
             new='''\
     def capture(self) -> None:
         pass
@@ -43,7 +43,7 @@ PATCH = Patch(
             BASE,
             "DraftModelSpeculator",
             old="    def set_eplb_state(self, eplb_state: EplbState) -> None:\n",
-            new='''\
+            new="""\
     def reset_slot(self, req_idx: int) -> None:
         # The scheduler may have the zeros verified: their proposal is all mass on token 0.
         if self.draft_logits is not None:
@@ -51,17 +51,17 @@ PATCH = Patch(
             self.draft_logits[req_idx, :, 0] = 0.0
 
     def set_eplb_state(self, eplb_state: EplbState) -> None:
-''',
+""",
         ),
         Hunk(
             RUNNER,
             "GPUModelRunner.add_requests",
             old="            req_index = self.req_states.req_id_to_index[req_id]\n",
-            new='''\
+            new="""\
             req_index = self.req_states.req_id_to_index[req_id]
             if self.speculator is not None:
                 self.speculator.reset_slot(req_index)
-''',
+""",
         ),
     ),
     defines=(

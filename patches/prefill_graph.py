@@ -13,11 +13,11 @@ RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 EAGLE = "vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py"
 MTP = "vllm/v1/worker/gpu/spec_decode/multi_module_mtp/speculator.py"
 
-PASS_ON = '''\
+PASS_ON = """\
             max_query_len,
             has_prefill=bool(input_batch.is_prefilling_np.any()),
         )
-'''
+"""
 
 PATCH = Patch(
     name="prefill-graph",
@@ -29,24 +29,24 @@ PATCH = Patch(
         Hunk(
             GRAPHS,
             "get_uniform_token_count",
-            old='''\
+            old="""\
     max_query_len: int,
 ) -> int | None:
-''',
-            new='''\
+""",
+            new="""\
     max_query_len: int,
     has_prefill: bool = False,
 ) -> int | None:
-''',
+""",
         ),
         Hunk(
             GRAPHS,
             "get_uniform_token_count",
             old="    A batch is uniform if all requests have the same number of tokens.\n",
-            new='''\
+            new="""\
     A batch is uniform if all requests have the same number of tokens. One with a
     prefill is not: the count selects a graph that was captured for decoding.
-''',
+""",
         ),
         Hunk(
             GRAPHS,
@@ -72,32 +72,32 @@ PATCH = Patch(
             RUNNER,
             "GPUModelRunner.execute_model",
             old="        uniform_tok_count = get_uniform_token_count(num_reqs, num_toks, max_query_len)\n",
-            new='''\
+            new="""\
         has_prefill = not dummy_run and self.req_states.has_prefill(
             scheduler_output.num_scheduled_tokens
         )
         uniform_tok_count = get_uniform_token_count(
             num_reqs, num_toks, max_query_len, has_prefill
         )
-''',
+""",
         ),
         Hunk(
             EAGLE,
             "AutoRegressiveSpeculator.propose",
-            old='''\
+            old="""\
             max_query_len,
         )
-''',
+""",
             new=PASS_ON,
         ),
         Hunk(
             MTP,
             "MultiModuleMTPSpeculator.propose",
-            old='''\
+            old="""\
             num_tokens,
             max_query_len,
         )
-''',
+""",
             new="            num_tokens,\n" + PASS_ON,
         ),
     ),

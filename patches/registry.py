@@ -14,13 +14,13 @@ PATCH = Patch(
         Hunk(
             FILE,
             "",
-            old='''\
+            old="""\
     "DFlashDraftModel": ("qwen3_dflash", "DFlashQwen3ForCausalLM"),
-''',
-            new='''\
+""",
+            new="""\
     "DFlashDraftModel": ("qwen3_dflash", "DFlashQwen3ForCausalLM"),
     "DFlash2DraftModel": ("qwen3_dflash2", "DFlash2Qwen3ForCausalLM"),
-''',
+""",
         ),
     ),
     shipped=((Sign(FILE, "", '{"DFlash2DraftModel": _, ...}'),),),

@@ -19,24 +19,24 @@ PATCH = Patch(
         Hunk(
             CONFIG,
             "VllmConfig.use_v2_model_runner",
-            old='''\
+            old="""\
         if self._dflash_needs_multi_kv_group():
             return True
-''',
-            new='''\
+""",
+            new="""\
         if self._dflash_needs_multi_kv_group():
             return True
 
         if self._is_dflash2_draft():
             return True
-''',
+""",
         ),
         Hunk(
             CONFIG,
             "VllmConfig",
-            old='''\
+            old="""\
     def _dflash_needs_multi_kv_group(self) -> bool:
-''',
+""",
             new='''\
     def _is_dflash2_draft(self) -> bool:
         """Whether the draft is a DFlash2 one, which only the V2 runner serves."""
@@ -53,10 +53,10 @@ PATCH = Patch(
         Hunk(
             SPECULATORS,
             "init_speculator",
-            old='''\
+            old="""\
     if speculative_config.method == "dflash":
-''',
-            new='''\
+""",
+            new="""\
     if vllm_config._is_dflash2_draft():
         from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import (
             DFlash2Speculator,
@@ -64,7 +64,7 @@ PATCH = Patch(
 
         return DFlash2Speculator(vllm_config, device)
     elif speculative_config.method == "dflash":
-''',
+""",
         ),
     ),
     defines=(

@@ -17,16 +17,16 @@ PATCH = Patch(
         Hunk(
             FILE,
             "DFlashQwen3Model",
-            old='''\
+            old="""\
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_substr={"midlayer.": "layers.0."},
-''',
-            new='''\
+""",
+            new="""\
     decoder_layer_cls: type[nn.Module] = DFlashQwen3DecoderLayer
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_substr={"midlayer.": "layers.0."},
-''',
+""",
         ),
         Hunk(
             FILE,
@@ -37,14 +37,14 @@ PATCH = Patch(
         Hunk(
             FILE,
             "DFlashQwen3ForCausalLM",
-            old='''\
+            old="""\
 class DFlashQwen3ForCausalLM(Qwen3ForCausalLM):
-''',
-            new='''\
+""",
+            new="""\
 class DFlashQwen3ForCausalLM(Qwen3ForCausalLM):
     model_cls: type[nn.Module] = DFlashQwen3Model
 
-''',
+""",
         ),
         Hunk(
             FILE,

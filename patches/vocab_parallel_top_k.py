@@ -18,9 +18,9 @@ PATCH = Patch(
         Hunk(
             FILE,
             "LogitsProcessor",
-            old='''\
+            old="""\
     def extra_repr(self) -> str:
-''',
+""",
             new='''\
     def get_top_k_tokens(
         self,

@@ -445,7 +445,9 @@ def main():
     backend, width, device = (Kernels, 65536, "cuda") if given.gpu else (Transcribed, 2048, "cpu")
     samples = given.samples or (400_000 if given.gpu else 20_000)
     report, good = [], True
-    print(f"{samples} samples a temperature\n{'case':40}" + "".join(f"{f'T={t}':>11}" for t in TEMPERATURES), "  verdict")
+    print(
+        f"{samples} samples a temperature\n{'case':40}" + "".join(f"{f'T={t}':>11}" for t in TEMPERATURES), "  verdict"
+    )
     for case in CASES + FAULTS:
         began = time.perf_counter()
         result = run(case, samples, backend, width, device)

@@ -1,6 +1,6 @@
 """What test_model.py runs against the patched vLLM: imports, the registry, configs, and the walk.
 
-    model_probes.py OUT    OUT is read with torch.load: {probe: what it found}
+model_probes.py OUT    OUT is read with torch.load: {probe: what it found}
 """
 
 import interpret  # noqa: F401, I001  before vLLM

@@ -164,4 +164,3 @@ def tool(tmp_path):
     for name in ("patches", "dflash2"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
-

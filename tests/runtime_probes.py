@@ -162,7 +162,11 @@ def written_inputs(requests, tables, block_size, rows, steps, limit, from_anchor
             zip(out["indices"][:live].tolist(), out["pos"][:live].tolist(), out["mapping"][:live].tolist())
         ),
         "ids": buffers.input_ids[: n * rows].tolist(),
-        "padding": {*slots_of_rows[n * rows :].tolist(), *out["mapping"][live:].tolist(), *buffers.seq_lens[n:].tolist()},
+        "padding": {
+            *slots_of_rows[n * rows :].tolist(),
+            *out["mapping"][live:].tolist(),
+            *buffers.seq_lens[n:].tolist(),
+        },
     }
 
 
@@ -179,9 +183,7 @@ def slot_cases(steps, block_size, limit, evicted):
         held = -(-min(length + steps + 1, limit) // block_size)
         gone = min(max(0, length - evicted) // block_size, held) if evicted else 0
         first_page = 1 + len(tables) * width
-        tables.append(
-            [0] * gone + [first_page + i for i in range(gone, held)] + [CANARY] * (width - held)
-        )
+        tables.append([0] * gone + [first_page + i for i in range(gone, held)] + [CANARY] * (width - held))
     return requests, tables
 
 
@@ -391,7 +393,8 @@ def prefix_hits(block_size=64):
                 cached = request.num_computed_tokens - step.num_scheduled_tokens[name]
             done = request.num_computed_tokens >= len(prompt)
             scheduler.update_from_output(
-                step, ModelRunnerOutput(req_ids=[name], req_id_to_index={name: 0}, sampled_token_ids=[[1] if done else []])
+                step,
+                ModelRunnerOutput(req_ids=[name], req_id_to_index={name: 0}, sampled_token_ids=[[1] if done else []]),
             )
         return cached
 

@@ -109,8 +109,10 @@ def test_an_old_egg(tmp_path):
         (lambda root: (root / "vllm").mkdir(parents=True), "no vLLM in"),
         (lambda root: package(root, None), "does not say which version"),
         (
-            lambda root: [distribution(package(root, "0.1"), "vllm", v) for v in ("0.26.0",)]
-            and distribution(root, "vllm", "0.27.1"),
+            lambda root: (
+                [distribution(package(root, "0.1"), "vllm", v) for v in ("0.26.0",)]
+                and distribution(root, "vllm", "0.27.1")
+            ),
             "several installations of vLLM",
         ),
     ],

@@ -426,6 +426,7 @@ def test_others_owner_is_kept(tree):
 
 def test_a_failing_lock_is_no_failure(tree, monkeypatch):
     """Some network file systems have none."""
+
     def refuse(*arguments):
         raise OSError(errno.EBADF, "Bad file descriptor")
 

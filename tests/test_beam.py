@@ -80,7 +80,11 @@ def test_the_architecture_string_changes_no_draft(tiny_runs):
     beam, qwen3 = tiny_runs
     assert len(beam["drafts"]) > 5
     for ours, theirs in zip(beam["drafts"], qwen3["drafts"], strict=True):
-        assert (ours["anchor"], ours["position"], ours["tokens"]) == (theirs["anchor"], theirs["position"], theirs["tokens"])
+        assert (ours["anchor"], ours["position"], ours["tokens"]) == (
+            theirs["anchor"],
+            theirs["position"],
+            theirs["tokens"],
+        )
         assert torch.equal(ours["ids"], theirs["ids"]) and torch.equal(ours["unary"], theirs["unary"])
 
 
@@ -339,11 +343,20 @@ def walks(subject):
 
 def names(subject):
     model = subject.model
-    documented = ["embed_input_ids", "forward", "combine_hidden_states", "precompute_and_store_context_kv", "load_weights"]
+    documented = [
+        "embed_input_ids",
+        "forward",
+        "combine_hidden_states",
+        "precompute_and_store_context_kv",
+        "load_weights",
+    ]
     documented += ["get_draft_kv_cache_layer_names", "get_draft_attn_causal", "compute_logits", "compute_candidates"]
     missing = [name for name in documented if not callable(getattr(model, name, None))]
     return {
-        **{key: getattr(type(model), key) for key in ("has_own_embed_tokens", "has_own_lm_head", "draft_id_to_target_id")},
+        **{
+            key: getattr(type(model), key)
+            for key in ("has_own_embed_tokens", "has_own_lm_head", "draft_id_to_target_id")
+        },
         "compiled": not model.model.do_not_compile,
         "selector": type(model.model.candidate_selector).__name__,
         "model": type(model.model).__name__,
@@ -388,7 +401,9 @@ def dummy(subject):
     config, messages = subject.config, []
     # Not through the loader: on a CPU it replaces the weights of a linear layer by packed ones.
     with set_current_vllm_config(config):
-        model = initialize_model(config, model_config=config.speculative_config.draft_model_config, prefix="dummy").model
+        model = initialize_model(
+            config, model_config=config.speculative_config.draft_model_config, prefix="dummy"
+        ).model
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("vllm.model_executor.models.qwen3_dflash")
@@ -400,11 +415,15 @@ def dummy(subject):
 
 
 def refusals(subject):
-    return built_refusals(subject) | stored_refusals(subject) | {
-        "feature width": error_of(lambda: subject.model.combine_hidden_states(features(321))),
-        "float32 selector input": selector_refusal(subject, torch.float32),
-        "float16 selector input": selector_refusal(subject, torch.float16),
-    }
+    return (
+        built_refusals(subject)
+        | stored_refusals(subject)
+        | {
+            "feature width": error_of(lambda: subject.model.combine_hidden_states(features(321))),
+            "float32 selector input": selector_refusal(subject, torch.float32),
+            "float16 selector input": selector_refusal(subject, torch.float16),
+        }
+    )
 
 
 def selector_refusal(subject, dtype):

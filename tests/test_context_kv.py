@@ -1,4 +1,4 @@
-"""dflash2/context_kv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
+"""dflash2/layers/dflash2/context_kv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
 import json
 import sys
@@ -87,7 +87,10 @@ def inputs(case, device):
     positions = torch.randperm(2 * case.tokens + 3, generator=generator, device=device)[: case.tokens]
     blocks = -(-2 * case.tokens // case.block) + 1
     slots = torch.stack(
-        [torch.randperm(blocks * case.block, generator=generator, device=device)[: case.tokens] for _ in range(case.groups)]
+        [
+            torch.randperm(blocks * case.block, generator=generator, device=device)[: case.tokens]
+            for _ in range(case.groups)
+        ]
     )
     slots[:, 1::4] = -1
     # 0.004 makes the larger values overflow e4m3 (448), so that saturation shows.
@@ -195,7 +198,7 @@ def test_one_compilation_serves_every_number_of_tokens():
     module = load_kernels("context_kv")
     for tokens in (1, 2, 16, 17, 100, 4096):
         assert check(module, Case("", 5, 8, 128, tokens), "cuda") == []
-    (compiled, *_), = module._store_context_kv_kernel.device_caches.values()
+    ((compiled, *_),) = module._store_context_kv_kernel.device_caches.values()
     assert len(compiled) == 1
 
 
@@ -226,7 +229,10 @@ FALLBACKS = {
     "different memory order": [FakeLayer(pages()), FakeLayer(pages().contiguous())],
     "a cache shared with another layer": [FakeLayer(pages()), FakeLayer(pages(), shared="model.layers.1")],
     "caches not bound yet": [FakeLayer(torch.tensor([]))] * 2,
-    "addresses off 16 bytes": [FakeLayer(torch.zeros(3 * 2 * 16 * 144 + 4, dtype=torch.bfloat16)[4:].view(3, 2, 16, 144))] * 2,
+    "addresses off 16 bytes": [
+        FakeLayer(torch.zeros(3 * 2 * 16 * 144 + 4, dtype=torch.bfloat16)[4:].view(3, 2, 16, 144))
+    ]
+    * 2,
 }
 
 

@@ -1,4 +1,4 @@
-"""dflash2/conv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
+"""dflash2/layers/dflash2/conv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
 import json
 import sys

@@ -105,7 +105,9 @@ def test_torchs_index_is_asked_only_where_no_other_has_the_cpu_build(pip):
 
 @pytest.mark.parametrize("name", [CPU, GPU, TOOL])
 def test_what_pip_says_becomes_one_line(pip, name):
-    pip.failures["-r"] = "WARNING: slow\nERROR: Cannot install x because y\nERROR: ResolutionImpossible\n[notice] pip is old"
+    pip.failures["-r"] = (
+        "WARNING: slow\nERROR: Cannot install x because y\nERROR: ResolutionImpossible\n[notice] pip is old"
+    )
     with pytest.raises(SystemExit) as error:
         environment.install("python", name)
     assert str(error.value).count("\n") == 0
@@ -123,7 +125,10 @@ def test_the_cpu_requirements_are_complete_pins():
 
 @pytest.mark.parametrize(
     "arguments, says",
-    [(["--venv", "no/such/folder"], "no/such/folder/bin/python does not exist"), (["--gup"], "unrecognized arguments: --gup")],
+    [
+        (["--venv", "no/such/folder"], "no/such/folder/bin/python does not exist"),
+        (["--gup"], "unrecognized arguments: --gup"),
+    ],
 )
 def test_a_wrong_argument_is_one_line(arguments, says):
     done = demo(*arguments)
@@ -134,7 +139,9 @@ def test_a_wrong_argument_is_one_line(arguments, says):
 def test_the_test_command_passes_arguments_on(monkeypatch):
     asked = []
     monkeypatch.setattr(tests_run, "ensure", lambda venv, requirements: "python")
-    monkeypatch.setattr(tests_run.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=5))
+    monkeypatch.setattr(
+        tests_run.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=5)
+    )
     assert tests_run.main(["-k", "walk"]) == 5
     assert asked[0][:5] == ["python", "-m", "pytest", "-m", "not gpu"] and asked[0][-2:] == ["-k", "walk"]
 

@@ -31,7 +31,9 @@ def build(tree, folder):
     commands = [re.sub(r"(?<=[\s=])/(?=opt/|tmp/)", f"{folder}/", command) for command in instructions("RUN")]
     path = os.pathsep.join([str(venv_around(tree) / "bin"), os.environ["PATH"]])
     return [
-        subprocess.run(["sh", "-c", command], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        subprocess.run(
+            ["sh", "-c", command], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        )
         for command in commands
     ]
 

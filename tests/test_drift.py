@@ -395,7 +395,10 @@ def only(folder):
 
 def drift(*arguments, env=None):
     return subprocess.run(
-        [sys.executable, REPO / "apply_all.py", "--drift", *map(str, arguments)], env=env, capture_output=True, text=True
+        [sys.executable, REPO / "apply_all.py", "--drift", *map(str, arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -444,7 +447,9 @@ def test_git(pristine, clone):
 
 def test_without_the_libraries(tmp_path):
     """A user who installed the tool's requirements only is told what --drift needs."""
-    code = "import sys; sys.modules['unearth'] = None; import apply_all; sys.exit(apply_all.main(['--drift', '0.28.0']))"
+    code = (
+        "import sys; sys.modules['unearth'] = None; import apply_all; sys.exit(apply_all.main(['--drift', '0.28.0']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=only(tmp_path), capture_output=True, text=True)
     assert done.returncode == 3
     assert "--drift needs unearth; run: " in done.stderr and "requirements-drift.txt" in done.stderr
@@ -492,7 +497,9 @@ def run_job(script, folder, versions=""):
     )
     python.chmod(0o755)
     env = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "ASKED": versions}
-    return subprocess.run(["bash", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["bash", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_scheduled_job_for_releases(tmp_path):

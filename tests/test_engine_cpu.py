@@ -113,7 +113,9 @@ def redo(folder, prompts, run):
     """For each recorded draft, what the reference makes of it, walking the recorded path."""
     t, d = reference.load(folder / "target"), reference.load(folder / "draft")
     sequences = [prompt + text for prompt, text in zip(prompts, run["texts"])]
-    contexts = [reference.target_forward(t, torch.tensor(ids), d.dflash_config["target_layer_ids"])[1] for ids in sequences]
+    contexts = [
+        reference.target_forward(t, torch.tensor(ids), d.dflash_config["target_layer_ids"])[1] for ids in sequences
+    ]
     drafts = sorted(run["drafts"], key=lambda draft: draft["slot"])
     for _, group in itertools.groupby(drafts, key=lambda draft: draft["slot"]):
         # The draft after the last token looks at a token that the text does not have.
@@ -121,8 +123,11 @@ def redo(folder, prompts, run):
         assert not others, "two prompts fit the drafts of one request"
         for draft in of_slot:
             a, context = draft["position"], contexts[owner]
-            yield draft, reference.draft_block(
-                d, t, draft["anchor"], a, context[:a], len(draft["tokens"]), path=draft["tokens"]
+            yield (
+                draft,
+                reference.draft_block(
+                    d, t, draft["anchor"], a, context[:a], len(draft["tokens"]), path=draft["tokens"]
+                ),
             )
 
 

@@ -1,4 +1,4 @@
-"""dflash2/top_k.py against a stable sort: small rows through Triton's interpreter, big ones on a GPU."""
+"""dflash2/layers/dflash2/top_k.py against a stable sort: small rows through Triton's interpreter, big ones on a GPU."""
 
 import json
 import sys
@@ -52,7 +52,11 @@ BIG = [
     *(Case(f"k = {k}", 56, 248320, k) for k in (1, 2, 4, 5, 8, 17, 32, 33, 64)),
     *(Case(f"vocabulary {v}", 21, v, 16) for v in (320, 1025, 8192, 50257, 128256, 151936, 202048, 154880)),
     *(Case(f"float32, k = {k}", 21, 151936, k, FP32) for k in (4, 16, 64)),
-    *(Case(f"{kind}, k = {k}", 14, 151936, k, kind=kind) for kind in ("ties", "equal", "nan", "special", "ascending") for k in (16, 64)),
+    *(
+        Case(f"{kind}, k = {k}", 14, 151936, k, kind=kind)
+        for kind in ("ties", "equal", "nan", "special", "ascending")
+        for k in (16, 64)
+    ),
     Case("special float32", 14, 151936, 16, FP32, kind="special"),
     Case("odd valid", 14, 248320, 16, valid=248077),
     Case("odd everything", 14, 32001, 16, valid=31999, stride=7),
@@ -153,7 +157,9 @@ def test_kernel_is_exact(module, case):
 def test_graph_replays_see_new_logits(module, scratch):
     case = Case("", 56, 151936, 16)
     logits = logits_of(case, "cuda")
-    workspace = module.make_workspace(64, case.vocab, case.k, BF16, logits.device) if scratch == "the caller's" else None
+    workspace = (
+        module.make_workspace(64, case.vocab, case.k, BF16, logits.device) if scratch == "the caller's" else None
+    )
     module.top_k(logits, case.k, workspace=workspace)  # compiles
     if scratch == "the graph's":
         module._SHARED.clear()

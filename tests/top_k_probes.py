@@ -1,6 +1,6 @@
 """What test_vocab_parallel_top_k.py runs against the patched vLLM: every rank of a sharded head, in turn.
 
-    top_k_probes.py OUT    OUT is read with torch.load: {case: (ids, scores, elements sent a row) or the error}
+top_k_probes.py OUT    OUT is read with torch.load: {case: (ids, scores, elements sent a row) or the error}
 """
 
 import sys

@@ -116,7 +116,9 @@ def verify(target, proposal, drafts, counts, positions, seeds, temperature, bloc
     p = log_softmax(target[rows, accepted]) + (ratio[rows, accepted][:, None] if block else np.float32(0))
     stop = np.minimum(accepted, steps - 1)
     drawn_freely = (accepted == counts) | (drafts[rows, stop] < 0)
-    logits = np.where(drawn_freely[:, None], target[rows, accepted], residual_logits(p, log_softmax(proposal[rows, stop])))
+    logits = np.where(
+        drawn_freely[:, None], target[rows, accepted], residual_logits(p, log_softmax(proposal[rows, stop]))
+    )
     noise = gumbel(seeds, positions[rows, accepted], np.arange(target.shape[-1]))
     token = (logits + np.where(greedy[:, None], np.float32(0), noise)).argmax(-1)
     sampled = np.concatenate([drafts, np.zeros((n, 1), np.int64)], 1)

@@ -142,7 +142,9 @@ def start(job: Job, arguments):
 def parameters(tokens: int, **options):
     from vllm import SamplingParams
 
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False} | options))
+    return SamplingParams(
+        **({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False} | options)
+    )
 
 
 def generate(llm, prompts, settings) -> list:
@@ -170,7 +172,8 @@ def counters(llm) -> dict:
 
 def acceptance(before: dict, after: dict) -> dict:
     drafts, accepted = (
-        after.get(name, 0) - before.get(name, 0) for name in ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
+        after.get(name, 0) - before.get(name, 0)
+        for name in ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
     )
     return {"drafts": drafts, "acceptance": 1 + accepted / drafts if drafts else None}
 

@@ -47,9 +47,7 @@ def patched_site(folder: Path) -> Path:
     from conftest import copy_tree, vllm_distribution
 
     site = copy_tree(Path(vllm_distribution().locate_file("")), folder)
-    done = subprocess.run(
-        [sys.executable, REPO / "apply_all.py", "--root", site], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, REPO / "apply_all.py", "--root", site], capture_output=True, text=True)
     print(done.stdout, end="")
     if done.returncode:
         raise SystemExit(f"error: could not patch a copy of vLLM in {site}\n{done.stderr}")
@@ -95,12 +93,18 @@ class Process:
         return bool(self.process.returncode) or bool(errors(self.facts()))
 
     def log(self) -> str:
-        return f"--- {self.job.name}: exit status {self.process.returncode}\n" + self.log_path.read_text(errors="replace")
+        return f"--- {self.job.name}: exit status {self.process.returncode}\n" + self.log_path.read_text(
+            errors="replace"
+        )
 
 
 def errors(facts: dict) -> list[str]:
     """Last lines of the errors that ended a phase."""
-    return [value["error"].strip().splitlines()[-1] for value in facts.values() if isinstance(value, dict) and "error" in value]
+    return [
+        value["error"].strip().splitlines()[-1]
+        for value in facts.values()
+        if isinstance(value, dict) and "error" in value
+    ]
 
 
 def environment(site: Path) -> dict[str, str]:
@@ -216,7 +220,9 @@ def soak_row(phase: dict) -> Row:
     rate = phase["tokens"] / phase["seconds"]
     result = f"{phase['requests']} requests in {phase['seconds']:.0f} s, {phase['lost']} lost, "
     result += f"{phase['malformed_count']} malformed, {rate:.0f} tokens/s, acceptance {phase['acceptance']:.2f}"
-    return Row("64 requests in flight", result, phase["requests"] > 64 and phase["lost"] == phase["malformed_count"] == 0)
+    return Row(
+        "64 requests in flight", result, phase["requests"] > 64 and phase["lost"] == phase["malformed_count"] == 0
+    )
 
 
 def latency_rows(phase: dict) -> list[Row]:
@@ -256,8 +262,16 @@ def beam_rows(label: str, qwen3: dict, beam: dict, graphs: bool) -> list[Row]:
     captured, wanted = other["draft_graphs"], one["draft_graphs"]
     return [
         text_row(f"{label}: greedy text as the Qwen3 class's", one, other["texts"], False),
-        Row(f"{label}: acceptance", f"{other['acceptance']:.4f} tokens a step, {off:+.2%} of the Qwen3 class's", abs(off) <= 0.01),
-        Row(f"{label}: full draft graphs", f"{captured}, the Qwen3 class has {wanted}", captured == wanted and (captured > 0) == graphs),
+        Row(
+            f"{label}: acceptance",
+            f"{other['acceptance']:.4f} tokens a step, {off:+.2%} of the Qwen3 class's",
+            abs(off) <= 0.01,
+        ),
+        Row(
+            f"{label}: full draft graphs",
+            f"{captured}, the Qwen3 class has {wanted}",
+            captured == wanted and (captured > 0) == graphs,
+        ),
     ]
 
 
@@ -397,7 +411,9 @@ def parse_arguments():
     parser.add_argument("--seconds", type=float, default=120.0, help="how long 64 requests are kept in flight")
     parser.add_argument("--tokens", type=int, default=64, help="length of greedy texts")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which whatever still runs is ended")
-    parser.add_argument("--only", nargs="+", metavar="JOB", help=f"run these alone: {', '.join(j.name for j in jobs.JOBS)}")
+    parser.add_argument(
+        "--only", nargs="+", metavar="JOB", help=f"run these alone: {', '.join(j.name for j in jobs.JOBS)}"
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.only or ()) - {job.name for job in jobs.JOBS}
     if unknown:

@@ -9,9 +9,7 @@ import pytest
 FAR, TIE = [9.0, 5.0], [9.0, 8.8125]  # at 9 a bf16 step is 1/16: 3 steps apart
 
 
-@pytest.mark.parametrize(
-    "value, ulp", [(1.0, 2**-7), (1.99, 2**-7), (-2.0, 2**-6), (300.0, 2.0), (0.0, 2.0**-133)]
-)
+@pytest.mark.parametrize("value, ulp", [(1.0, 2**-7), (1.99, 2**-7), (-2.0, 2**-6), (300.0, 2.0), (0.0, 2.0**-133)])
 def test_ulp(value, ulp):
     assert judge.bf16_ulp(value) == ulp
 

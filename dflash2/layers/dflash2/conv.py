@@ -222,11 +222,27 @@ def _conv_add_norm_kernel(
     row = tl.program_id(0)
     run, column = _columns(0, COLUMNS, RUN)
     inside = run * RUN < HIDDEN
-    residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0).to(
+        tl.float32
+    )
     # ptxas sinks a load to its first use, but not past a store. So the residual starts the sum, and the
     # weight is loaded before total's store: it arrives while the norm waits for all warps.
     total = _filter(
-        residual, y_ptr, y_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 1, BLOCK, HIDDEN, GROUPS, TAPS, RUN
+        residual,
+        y_ptr,
+        y_stride,
+        delta_ptr,
+        delta_stride,
+        base_ptr,
+        row,
+        run,
+        column,
+        1,
+        BLOCK,
+        HIDDEN,
+        GROUPS,
+        TAPS,
+        RUN,
     )
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     out = row.to(tl.int64) * HIDDEN + column

@@ -120,9 +120,7 @@ def one_slot_mapping(
         shared = all(slots is None for slots in slot_mapping)
     else:
         shared = all(
-            slots is not None
-            and slots.data_ptr() == first.data_ptr()
-            and slots.shape == first.shape
+            slots is not None and slots.data_ptr() == first.data_ptr() and slots.shape == first.shape
             for slots in slot_mapping
         )
     if not shared:

@@ -71,7 +71,7 @@ PATCH = Patch(
             new="""\
         seeds: torch.Tensor,
         # [num_reqs]
-        anchor_pos: torch.Tensor,
+        anchor_pos: torch.Tensor | None = None,
     ) -> None:
 """,
         ),
@@ -81,7 +81,7 @@ PATCH = Patch(
             old="        self.seeds.copy_(seeds)\n",
             new="""\
         self.seeds.copy_(seeds)
-        if self.draft_logits is not None:
+        if self.draft_logits is not None and anchor_pos is not None:
             # Keyed by the round's anchor too: a draft that was judged is drawn with new noise.
             self.seeds[idx_mapping] ^= anchor_pos.to(torch.int64) << 32
 """,

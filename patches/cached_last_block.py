@@ -52,7 +52,8 @@ PATCH = Patch(
         if self.use_eagle:
 """,
             new="""\
-        if self.drops_last_block:
+        # The KV cache manager of a scheduler built otherwise was given use_eagle.
+        if getattr(self, "drops_last_block", self.use_eagle):
 """,
         ),
     ),

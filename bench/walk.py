@@ -29,7 +29,7 @@ def inputs(batch, k, rank, steps):
         "draft_tokens": torch.zeros(batch, steps, dtype=torch.int64, device="cuda"),
         "candidate_ids": ids,
         "unary": torch.randn(rows, k, device="cuda"),
-        "hidden": torch.randn(rows, rank, device="cuda", dtype=torch.bfloat16),
+        "projected": torch.randn(rows, rank, device="cuda", dtype=torch.bfloat16),
         "anchors": torch.randint(0, VOCAB, (batch,), device="cuda", dtype=torch.int32),
         "idx_mapping": torch.arange(batch, device="cuda", dtype=torch.int32).repeat_interleave(steps),
         "sample_pos": torch.arange(rows, device="cuda"),
@@ -53,8 +53,8 @@ def torch_scores(draft, common, step, token):
     """Scores [batch, K] of one step in float32, after each request's `token`."""
     steps = draft["draft_tokens"].shape[1]
     ids = draft["candidate_ids"].view(-1, steps, draft["unary"].shape[1])[:, step]
-    hidden = draft["hidden"].view(len(ids), steps, -1)[:, step].float()
-    gate = common["predecessor_codebook"][token].float() * hidden
+    projected = draft["projected"].view(len(ids), steps, -1)[:, step].float()
+    gate = common["predecessor_codebook"][token].float() * projected
     successors = common["successor_codebook"][ids].float()
     return ids, draft["unary"].view(len(ids), steps, -1)[:, step] + torch.einsum("bkr,br->bk", successors, gate)
 
@@ -125,7 +125,7 @@ def measure(case, upstream):
             common["successor_codebook"],
             d["candidate_ids"].view(batch, steps, k),
             d["unary"].view(batch, steps, k),
-            d["hidden"].view(batch, steps, rank),
+            d["projected"].view(batch, steps, rank),
             d["anchors"],
             k,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash2 speculator: one drafter pass, K candidates a step, and a walk that picks one path.
+"""DFlash2 speculator: one drafter pass, K candidates per step, and a walk that picks one path.
 
 Losslessness at temperature T rests on three things. The walk sees to two: what is cached as q is the
 distribution the token was drawn from, scores / T over the K candidates and -inf elsewhere; and the
@@ -10,11 +10,10 @@ The third, that no round draws the noise of another again, is in the seeds the i
 from typing import Any
 
 import torch
-
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.model_executor.models.qwen3_dflash2 import DFlash2Config
+from vllm.model_executor.models.qwen3_dflash2_checkpoint import DFlash2Config
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
     DFlashSpeculator,
@@ -63,43 +62,43 @@ class DFlash2Speculator(DFlashSpeculator):
         self._compile_input_kernel()
 
     def _compile_input_kernel(self) -> None:
-        """Compile the input kernel for every block size it may choose.
+        """Compile the input kernel for every tile size it may choose.
 
         The size follows the longest prompt chunk of a batch, and a dummy run
         meets one of them; the others would be compiled while a request waits.
         """
         gid = self.draft_kv_cache_group_id
         one = torch.ones(1, dtype=torch.int32, device=self.device)
-        for block in (16, 32, 64, 128, 256):
-            num_tokens = block - self.num_query_per_req
+        for tile in (16, 32, 64, 128, 256):
+            num_tokens = tile - self.num_query_per_req
             if not 0 < num_tokens <= self.max_num_tokens:
                 continue
             prepare_dflash_inputs(
-                self.input_buffers,
-                self.block_tables.slot_mappings[gid],
-                self.context_positions,
-                self._context_slot_mappings[0],
-                self.sample_indices,
-                self.sample_pos,
-                self.sample_idx_mapping,
-                self.temperature,
-                self.seeds,
-                InputBatch.make_dummy(1, num_tokens, self.input_buffers),
-                one,
-                torch.zeros_like(one),
-                torch.zeros(self.max_num_reqs, 1, dtype=torch.int64, device=self.device),
-                torch.zeros(1, self.max_num_reqs, dtype=torch.int32, device=self.device),
-                self.temperature,
-                self.seeds,
-                self.block_tables.input_block_tables[gid],
-                self.block_tables.kernel_block_sizes[gid],
-                self.parallel_drafting_token_id,
-                self.num_query_per_req,
-                self.num_speculative_steps,
-                self.max_num_reqs,
-                self.max_num_tokens,
-                self.max_model_len,
-                self.sample_from_anchor,
+                input_buffers=self.input_buffers,
+                query_slot_mapping=self.block_tables.slot_mappings[gid],
+                context_positions=self.context_positions,
+                context_slot_mapping=self._context_slot_mappings[0],
+                sample_indices=self.sample_indices,
+                sample_pos=self.sample_pos,
+                sample_idx_mapping=self.sample_idx_mapping,
+                temperature=self.temperature,
+                seeds=self.seeds,
+                input_batch=InputBatch.make_dummy(1, num_tokens, self.input_buffers),
+                num_sampled=one,
+                num_rejected=torch.zeros_like(one),
+                last_sampled=torch.zeros(self.max_num_reqs, 1, dtype=torch.int64, device=self.device),
+                next_prefill_tokens=torch.zeros(1, self.max_num_reqs, dtype=torch.int32, device=self.device),
+                input_temperature=self.temperature,
+                input_seeds=self.seeds,
+                block_table=self.block_tables.input_block_tables[gid],
+                block_size=self.block_tables.kernel_block_sizes[gid],
+                parallel_drafting_token_id=self.parallel_drafting_token_id,
+                num_query_per_req=self.num_query_per_req,
+                num_speculative_steps=self.num_speculative_steps,
+                max_num_reqs=self.max_num_reqs,
+                max_num_tokens=self.max_num_tokens,
+                max_model_len=self.max_model_len,
+                sample_from_anchor=self.sample_from_anchor,
             )
 
     def _generate_draft(
@@ -123,25 +122,26 @@ class DFlash2Speculator(DFlashSpeculator):
         candidate_ids, unary = self.model.compute_candidates(hidden)
         selector = self.model.model.candidate_selector
         walk(
-            self.draft_tokens[:num_reqs],
-            candidate_ids,
-            unary,
-            selector.hidden_projection(hidden),
-            selector.predecessor_codebook,
-            selector.successor_codebook,
-            self.input_buffers.input_ids[: num_reqs * self.num_query_per_req : self.num_query_per_req],
-            self.sample_idx_mapping[:num_sample],
-            self.sample_pos[:num_sample],
-            self.temperature,
-            self.seeds,
-            self.draft_logits,
-            self.cached_ids,
-            self.use_fp64_gumbel,
+            draft_tokens=self.draft_tokens[:num_reqs],
+            candidate_ids=candidate_ids,
+            unary=unary,
+            projected=selector.hidden_projection(hidden),
+            predecessor_codebook=selector.predecessor_codebook,
+            successor_codebook=selector.successor_codebook,
+            # The first row of each request: the anchor.
+            anchors=self.input_buffers.input_ids[: num_reqs * self.num_query_per_req : self.num_query_per_req],
+            idx_mapping=self.sample_idx_mapping[:num_sample],
+            sample_pos=self.sample_pos[:num_sample],
+            temperature=self.temperature,
+            seeds=self.seeds,
+            draft_logits=self.draft_logits,
+            cached_ids=self.cached_ids,
+            use_fp64=self.use_fp64_gumbel,
         )
 
 
 def check_steps(steps: int, block_size: int | None) -> None:
-    """Refuse S <= 0; warn once where S is not what the checkpoint was trained for."""
+    """Refuse S <= 0; warn once if S is not what the checkpoint was trained for."""
     if steps <= 0:
         raise ValueError(f"DFlash2 drafter: num_speculative_tokens must be positive, got {steps}.")
     if block_size is not None and steps != block_size - 1:
@@ -155,7 +155,7 @@ def check_steps(steps: int, block_size: int | None) -> None:
 
 
 def describe_cache(vllm_config: VllmConfig, vocab_size: int) -> str:
-    """What the cached proposal takes, in words; empty where drafting is greedy."""
+    """What the cached proposal takes, in words; empty if drafting is greedy."""
     spec_config = vllm_config.speculative_config
     if spec_config.draft_sample_method != "probabilistic":
         return ""

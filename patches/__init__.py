@@ -72,6 +72,7 @@ PATCHES = (
 # source, below this repo -> destination, below site-packages
 INSTALLED = {
     "dflash2/qwen3_dflash2.py": "vllm/model_executor/models/qwen3_dflash2.py",
+    "dflash2/qwen3_dflash2_checkpoint.py": "vllm/model_executor/models/qwen3_dflash2_checkpoint.py",
     "dflash2/speculator.py": "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py",
     "dflash2/spec_decode/dflash2/__init__.py": "vllm/v1/worker/gpu/spec_decode/dflash2/__init__.py",
     "dflash2/spec_decode/dflash2/walk.py": "vllm/v1/worker/gpu/spec_decode/dflash2/walk.py",

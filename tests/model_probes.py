@@ -116,7 +116,7 @@ def walk_inputs(requests, steps, k, rank, vocab, seed=0):
         "draft_tokens": torch.zeros(requests, steps, dtype=torch.int64),
         "candidate_ids": ids,
         "unary": randn(rows, k + 1)[:, :k],
-        "hidden": randn(rows, rank) / rank**0.5,
+        "projected": randn(rows, rank) / rank**0.5,
         "predecessor_codebook": randn(vocab, rank),
         "successor_codebook": randn(vocab, rank),
         "anchors": torch.randint(0, vocab, (requests,), generator=g, dtype=torch.int32),

@@ -60,7 +60,7 @@ def test_steps_that_the_drafter_was_not_trained_for_warn_once(found):
 def reference_walk(given, request):
     """Scores [S, K] along the tokens that the walk chose, in float32."""
     steps = given["draft_tokens"].shape[1]
-    rank = given["hidden"].shape[1]
+    rank = given["projected"].shape[1]
     # The walk gets the projected states, so the projection of the reference is the identity.
     selector = SimpleNamespace(
         weights={
@@ -73,7 +73,7 @@ def reference_walk(given, request):
     for step in range(steps):
         row = request * steps + step
         ids, unary = given["candidate_ids"][row], given["unary"][row]
-        scores.append(reference.edge_scores(selector, given["hidden"][row], ids, unary, previous))
+        scores.append(reference.edge_scores(selector, given["projected"][row], ids, unary, previous))
         previous = int(given["draft_tokens"][request, step])
     return torch.stack(scores)
 
@@ -99,11 +99,13 @@ def test_the_cache_holds_what_the_token_was_drawn_from_and_nothing_else(found):
 def transcribed(given):
     """Tokens and scores of the NumPy walk, for counting; lossless.py says what it stands for."""
     requests, steps = given["draft_tokens"].shape
-    shaped = {name: given[name].numpy().reshape(requests, steps, -1) for name in ("candidate_ids", "unary", "hidden")}
+    shaped = {
+        name: given[name].numpy().reshape(requests, steps, -1) for name in ("candidate_ids", "unary", "projected")
+    }
     return transcription.walk(
         shaped["candidate_ids"],
         shaped["unary"],
-        shaped["hidden"],
+        shaped["projected"],
         given["predecessor_codebook"].numpy(),
         given["successor_codebook"].numpy(),
         given["anchors"].long().numpy(),
@@ -126,7 +128,7 @@ def test_the_walk_draws_from_softmax_of_scores_over_temperature(found):
             "draft_tokens": torch.zeros(samples, 1),
             "candidate_ids": torch.from_numpy(ids).repeat(samples, 1),
             "unary": given["unary"][request * 2].repeat(samples, 1),
-            "hidden": given["hidden"][request * 2].repeat(samples, 1),
+            "projected": given["projected"][request * 2].repeat(samples, 1),
             "anchors": given["anchors"][request].repeat(samples),
             "seeds": torch.arange(samples),
             "sample_pos": torch.full((samples,), 100),

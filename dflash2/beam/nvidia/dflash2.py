@@ -14,7 +14,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash2 import (
     DFlash2CandidateSelector,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
 from vllm.triton_utils import tl, triton
 
 # Elements of each half-head tile and warps a program: eight bf16 values, one 16-byte access, a thread.

@@ -3,7 +3,7 @@
 
     out[i, c] = sum_t (base[side, t, c] + delta[i, side, t, c // group]) * x[i - t, c]
 
-with x = 0 before the first row of each block of `block` rows, so that nothing crosses requests.
+with x = 0 before the first of each request's `num_query_per_req` rows, so that nothing crosses requests.
 Side 0 filters the sublayer's input. Side 1 filters its output and is fused with what always
 follows it: the residual add and the RMSNorm before the next sublayer. The two cannot share a
 kernel with the norm in front of side 0, because `delta` is a projection of that norm's output.
@@ -13,25 +13,25 @@ All arithmetic is float32; bf16 is rounded to once, where a result is stored.
 from math import prod
 
 import torch
-
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 SIDE_0_COLUMNS = 1024  # columns of one program
 SIDE_0_WARPS = 4
 
 
-def conv_side0(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, block: int) -> torch.Tensor:
+def conv_side0(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, num_query_per_req: int) -> torch.Tensor:
     """Filter a sublayer's normed input.
 
     x [rows, hidden]; delta [rows, 2, taps, groups] or the projection's flat output
-    [rows, 2 * taps * groups]; base [2, taps, hidden]; row r is row r % block of its block.
+    [rows, 2 * taps * groups]; base [2, taps, hidden]; row r is row r % num_query_per_req of
+    its request.
     Rows may have any stride. Returns [rows, hidden] in x's dtype. Raises ValueError for shapes
     that do not belong together.
     """
-    groups = _groups(x, delta, base, block)
+    groups = _groups(x, delta, base, num_query_per_req)
     if HAS_TRITON and x.is_cuda:
-        return launch_side0(x, delta, base, block, groups)
-    return _convolve(x, delta, base, block, groups, 0).to(x.dtype)
+        return launch_side0(x, delta, base, num_query_per_req, groups)
+    return _convolve(x, delta, base, num_query_per_req, groups, 0).to(x.dtype)
 
 
 def conv_side1_add_norm(
@@ -41,7 +41,7 @@ def conv_side1_add_norm(
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    block: int,
+    num_query_per_req: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Filter a sublayer's output, add the residual, apply the next RMSNorm.
 
@@ -49,40 +49,40 @@ def conv_side1_add_norm(
     Returns (normed, residual), new tensors in y's dtype. As in vLLM's fused_add_rms_norm the
     norm is of the float32 sum, the returned residual is that sum rounded.
     """
-    groups = _groups(y, delta, base, block)
+    groups = _groups(y, delta, base, num_query_per_req)
     if residual.shape != y.shape or norm_weight.shape != y.shape[1:]:
         raise ValueError(
             f"conv_side1_add_norm: residual {tuple(residual.shape)} and norm_weight "
             f"{tuple(norm_weight.shape)} do not fit y {tuple(y.shape)}"
         )
     if HAS_TRITON and y.is_cuda:
-        return launch_side1(y, delta, base, residual, norm_weight, eps, block, groups)
-    total = _convolve(y, delta, base, block, groups, 1) + residual.float()
+        return launch_side1(y, delta, base, residual, norm_weight, eps, num_query_per_req, groups)
+    total = _convolve(y, delta, base, num_query_per_req, groups, 1) + residual.float()
     scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
     return (total * scale * norm_weight.float()).to(y.dtype), total.to(y.dtype)
 
 
-def _groups(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, block: int) -> int:
+def _groups(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, num_query_per_req: int) -> int:
     """Number of channel groups, from shapes that were checked against each other."""
     hidden, taps = x.shape[1], base.shape[1]
     width = prod(delta.shape[1:])
     groups = width // (2 * taps)
-    fits = base.shape == (2, taps, hidden) and len(delta) == len(x) and block > 0
+    fits = base.shape == (2, taps, hidden) and len(delta) == len(x) and num_query_per_req > 0
     if not (fits and groups and width == 2 * taps * groups and hidden % groups == 0):
         raise ValueError(
             f"DFlash2 convolution: x {tuple(x.shape)}, delta {tuple(delta.shape)}, base "
-            f"{tuple(base.shape)} and block {block} do not fit; expected delta "
+            f"{tuple(base.shape)} and num_query_per_req {num_query_per_req} do not fit; expected delta "
             "[rows, 2, taps, groups] and base [2, taps, hidden] with groups dividing hidden"
         )
     return groups
 
 
-def _convolve(x, delta, base, block: int, groups: int, side: int) -> torch.Tensor:
+def _convolve(x, delta, base, num_query_per_req: int, groups: int, side: int) -> torch.Tensor:
     """One side in PyTorch, float32 [rows, hidden], for devices without Triton."""
     rows, hidden = x.shape
     taps = base.shape[1]
     delta = delta.reshape(rows, 2, taps, groups)[:, side].float()
-    position = torch.arange(rows, device=x.device)[:, None] % block
+    position = torch.arange(rows, device=x.device)[:, None] % num_query_per_req
     out = torch.zeros(rows, hidden, device=x.device)
     for tap in range(taps):
         kernel = base[side, tap].float() + delta[:, tap].repeat_interleave(hidden // groups, -1)
@@ -90,47 +90,33 @@ def _convolve(x, delta, base, block: int, groups: int, side: int) -> torch.Tenso
     return out
 
 
-def launch_side0(x, delta, base, block, groups, columns=SIDE_0_COLUMNS, warps=SIDE_0_WARPS):
+def launch_side0(x, delta, base, num_query_per_req, groups, columns=SIDE_0_COLUMNS, warps=SIDE_0_WARPS):
     """`conv_side0` without the checks (the benchmark sweeps columns and warps)."""
-    rows, hidden = x.shape
-    x, delta, base = _unit_columns(x), _unit_columns(delta.flatten(1)), base.contiguous()
-    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
-    columns = min(columns, triton.next_power_of_2(hidden))
-    if rows == 0:
-        return out
-    _conv_kernel[(rows, triton.cdiv(hidden, columns))](
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    columns = min(columns, triton.next_power_of_2(x.shape[1]))
+    _launch(
+        _conv_kernel,
         x,
-        x.stride(0),
         delta,
-        delta.stride(0),
         base,
         out,
-        BLOCK=block,
-        HIDDEN=hidden,
-        GROUPS=groups,
-        TAPS=base.shape[1],
-        COLUMNS=columns,
-        RUN=_run(x, groups),
+        num_query_per_req=num_query_per_req,
+        groups=groups,
+        columns=columns,
         num_warps=warps,
     )
     return out
 
 
-def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warps=None):
+def launch_side1(y, delta, base, residual, norm_weight, eps, num_query_per_req, groups, warps=None):
     """`conv_side1_add_norm` without the checks (the benchmark sweeps warps)."""
-    rows, hidden = y.shape
-    y, delta, base = _unit_columns(y), _unit_columns(delta.flatten(1)), base.contiguous()
+    normed, total = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in range(2))
     residual = _unit_columns(residual)
-    normed = torch.empty(rows, hidden, dtype=y.dtype, device=y.device)
-    total = torch.empty(rows, hidden, dtype=y.dtype, device=y.device)
-    columns = triton.next_power_of_2(hidden)
-    if rows == 0:
-        return normed, total
-    _conv_add_norm_kernel[(rows,)](
+    columns = triton.next_power_of_2(y.shape[1])
+    _launch(
+        _conv_add_norm_kernel,
         y,
-        y.stride(0),
         delta,
-        delta.stride(0),
         base,
         residual,
         residual.stride(0),
@@ -138,16 +124,36 @@ def launch_side1(y, delta, base, residual, norm_weight, eps, block, groups, warp
         normed,
         total,
         eps,
-        BLOCK=block,
-        HIDDEN=hidden,
-        GROUPS=groups,
-        TAPS=base.shape[1],
-        COLUMNS=columns,
-        RUN=_run(y, groups),
+        num_query_per_req=num_query_per_req,
+        groups=groups,
+        columns=columns,
         num_warps=warps or side1_warps(columns),
         **side1_registers(columns * base.shape[1] * y.element_size()),
     )
     return normed, total
+
+
+def _launch(kernel, x, delta, base, *arguments, num_query_per_req, groups, columns, **options):
+    """One program of `kernel` per row of x and `columns` of its columns."""
+    rows, hidden = x.shape
+    if rows == 0:
+        return
+    x, delta = _unit_columns(x), _unit_columns(delta.flatten(1))
+    kernel[(rows, triton.cdiv(hidden, columns))](
+        x,
+        x.stride(0),
+        delta,
+        delta.stride(0),
+        base.contiguous(),
+        *arguments,
+        NUM_QUERY=num_query_per_req,
+        HIDDEN=hidden,
+        GROUPS=groups,
+        TAPS=base.shape[1],
+        COLUMNS=columns,
+        RUN=_run(x, groups),
+        **options,
+    )
 
 
 def side1_warps(columns: int) -> int:
@@ -183,7 +189,7 @@ def _conv_kernel(
     delta_stride,
     base_ptr,
     out_ptr,
-    BLOCK: tl.constexpr,
+    NUM_QUERY: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -194,7 +200,21 @@ def _conv_kernel(
     run, column = _columns(tl.program_id(1), COLUMNS, RUN)
     zero = tl.zeros(column.shape, tl.float32)
     out = _filter(
-        zero, x_ptr, x_stride, delta_ptr, delta_stride, base_ptr, row, run, column, 0, BLOCK, HIDDEN, GROUPS, TAPS, RUN
+        zero,
+        x_ptr,
+        x_stride,
+        delta_ptr,
+        delta_stride,
+        base_ptr,
+        row,
+        run,
+        column,
+        0,
+        NUM_QUERY,
+        HIDDEN,
+        GROUPS,
+        TAPS,
+        RUN,
     )
     tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=run * RUN < HIDDEN)
 
@@ -212,7 +232,7 @@ def _conv_add_norm_kernel(
     normed_ptr,
     total_ptr,
     eps,
-    BLOCK: tl.constexpr,
+    NUM_QUERY: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -238,7 +258,7 @@ def _conv_add_norm_kernel(
         run,
         column,
         1,
-        BLOCK,
+        NUM_QUERY,
         HIDDEN,
         GROUPS,
         TAPS,
@@ -274,7 +294,7 @@ def _filter(
     run,
     column,
     SIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_QUERY: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -283,7 +303,7 @@ def _filter(
     """`out` and one side's output at `row` and `column`, float32; just `out` at columns beyond HIDDEN."""
     inside = run * RUN < HIDDEN
     group = run * RUN // (HIDDEN // GROUPS)
-    position = tl.zeros(run.shape, tl.int32) + row % BLOCK
+    position = tl.zeros(run.shape, tl.int32) + row % NUM_QUERY
     x_ptr += row.to(tl.int64) * x_stride + column
     delta_ptr += row.to(tl.int64) * delta_stride + SIDE * TAPS * GROUPS + group
     base_ptr += SIDE * TAPS * HIDDEN + column

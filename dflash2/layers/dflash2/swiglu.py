@@ -6,7 +6,6 @@ this one also cuts the row.
 """
 
 import torch
-
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 COLUMNS = 1024  # of one program

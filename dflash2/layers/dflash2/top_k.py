@@ -22,7 +22,6 @@ the lower group has the lower id.
 from typing import NamedTuple
 
 import torch
-
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MAX_K = 64

@@ -2,15 +2,13 @@
 """The walk: one path through every step's K candidates, and the proposal it was drawn from."""
 
 import torch
-
 from vllm.triton_utils import HAS_TRITON, tl, triton
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_noise, gumbel_noised_argmax
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_noise
+from vllm.v1.worker.gpu.spec_decode.speculator import DRAFT_NOISE_OFFSET
 
-# Added to the position that keys the walk's noise. No sequence is this long, so verification,
-# which keys by the bare position, never draws the same numbers.
-DRAFT_NOISE_OFFSET = 2**30
 # With 4 a draft takes a twentieth longer on an H200, with 16 a sixth.
 WALK_WARPS = 8
+# Without Triton `tl` is a placeholder, which makes no constants.
 _NOISE_OFFSET = tl.constexpr(DRAFT_NOISE_OFFSET) if HAS_TRITON else DRAFT_NOISE_OFFSET
 
 
@@ -25,8 +23,8 @@ def _walk_kernel(
     # Inputs
     candidate_ids_ptr,  # [num_reqs, S, K]
     unary_ptr,  # [num_reqs, S, K]
-    hidden_ptr,  # [num_reqs, S, rank]
-    hidden_stride,
+    projected_ptr,  # [num_reqs, S, rank]
+    projected_stride,
     predecessor_ptr,  # [vocab_size, rank]
     successor_ptr,  # [vocab_size, rank]
     anchor_ptr,  # [num_reqs] at a stride
@@ -58,8 +56,8 @@ def _walk_kernel(
     in_rank = dims < RANK
     gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
     next_ids = _load_ids(candidate_ids_ptr + first * K + lanes, in_k, vocab_size)
-    next_successors, next_unary, next_hidden = _load_step(
-        first, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
+    next_successors, next_unary, next_projected = _load_step(
+        first, next_ids, successor_ptr, unary_ptr, projected_ptr, projected_stride,
         lanes, in_k, dims, in_rank, K, RANK,
     )  # fmt: skip
     later_ids = next_ids
@@ -96,25 +94,25 @@ def _walk_kernel(
     # chain of cache misses.
     for step in tl.static_range(S):
         row = first + step
-        ids, successors, unary, hidden, noise = next_ids, next_successors, next_unary, next_hidden, next_noise
+        ids, successors, unary, projected, noise = next_ids, next_successors, next_unary, next_projected, next_noise
         if step + 1 < S:
             next_ids = later_ids
             if step + 2 < S:
                 later_ids = _load_ids(candidate_ids_ptr + (row + 2) * K + lanes, in_k, vocab_size)
-            next_successors, next_unary, next_hidden = _load_step(
-                row + 1, next_ids, successor_ptr, unary_ptr, hidden_ptr, hidden_stride,
+            next_successors, next_unary, next_projected = _load_step(
+                row + 1, next_ids, successor_ptr, unary_ptr, projected_ptr, projected_stride,
                 lanes, in_k, dims, in_rank, K, RANK,
             )  # fmt: skip
             if draft_logits_ptr is not None:
                 next_noise = tl.load(noise_ptr + (row + 1) * K + lanes, mask=in_k, other=0.0)
-        gated = gate.to(tl.float32) * hidden.to(tl.float32)
+        gated = gate.to(tl.float32) * projected.to(tl.float32)
         scores = unary + tl.sum(successors.to(tl.float32) * gated, axis=1)
         scores = scores / divisor
         # What is drawn from and cached must be a distribution, whatever the logits hold: a score
         # that is no number is never chosen, and a row without any falls to its first candidate.
         scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
         scores = tl.minimum(scores, 3.0e38)
-        best, pick = gumbel_noised_argmax(scores + noise, ids, in_k, 0, 0, 0.0, USE_FP64)
+        best, pick = tl.max(scores + noise, axis=0, return_indices=True)
         pick = tl.where(best > float("-inf"), pick, 0)
         # From memory: picking it out of ids would be one more reduction.
         token = _load_ids(candidate_ids_ptr + row * K + pick, True, vocab_size)
@@ -142,8 +140,8 @@ def _load_step(
     ids,
     successor_ptr,
     unary_ptr,
-    hidden_ptr,
-    hidden_stride,
+    projected_ptr,
+    projected_stride,
     lanes,
     in_k,
     dims,
@@ -151,18 +149,18 @@ def _load_step(
     K: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """One step's codebook rows [K, rank], unary scores [K] and hidden state, the same in all K rows."""
+    """One step's codebook rows [K, rank], unary scores [K] and projected state, the same in all K rows."""
     successors = tl.load(successor_ptr + ids[:, None] * RANK + dims, mask=in_k[:, None] & in_rank, other=0.0)
     unary = tl.load(unary_ptr + row * K + lanes, mask=in_k, other=float("-inf"))
-    hidden = tl.load(hidden_ptr + row * hidden_stride + dims, mask=in_rank, other=0.0)
-    return successors, unary, hidden
+    projected = tl.load(projected_ptr + row * projected_stride + dims, mask=in_rank, other=0.0)
+    return successors, unary, projected
 
 
 def walk(
     draft_tokens: torch.Tensor,
     candidate_ids: torch.Tensor,
     unary: torch.Tensor,
-    hidden: torch.Tensor,
+    projected: torch.Tensor,
     predecessor_codebook: torch.Tensor,
     successor_codebook: torch.Tensor,
     anchors: torch.Tensor,
@@ -176,14 +174,14 @@ def walk(
 ) -> None:
     """Walk one path through every request's candidates, into draft_tokens [num_reqs, S].
 
-    The score of candidate b after token p is unary(b) + <A[p] * h, P[b]> in float32, with the
-    codebooks A and P [vocab_size, rank]; only the row A[p] of the token chosen last is touched.
+    The score of candidate b after token p is unary(b) + <A[p] * W h, P[b]> in float32, with the
+    projected state W h and the codebooks A and P [vocab_size, rank]; only the row A[p] of the token chosen last is touched.
     Without draft_logits the best candidate is taken at each step. With it, a token is drawn from
     softmax(scores / T), and scores / T (the raw scores where T is 0) replace what the request's
     slot holds: -inf but for the K candidates.
 
     candidate_ids  [num_reqs * S, K] int64       unary    [num_reqs * S, K] float32
-    hidden         [num_reqs * S, rank], the projected states (W h)
+    projected      [num_reqs * S, rank], W h: the hidden states after the selector's projection
     anchors        [num_reqs] int, the last verified token, at any stride
     idx_mapping    [num_reqs * S] int32, the request's slot, -1 for a padded request
     sample_pos     [num_reqs * S] int64, position of the drafted token
@@ -191,7 +189,7 @@ def walk(
     draft_logits   [max_num_reqs, S, vocab_size]  cached_ids  [max_num_reqs, S, K] int64
     """
     num_reqs, steps = draft_tokens.shape
-    k, rank = candidate_ids.shape[-1], hidden.shape[-1]
+    k, rank = candidate_ids.shape[-1], projected.shape[-1]
     candidate_ids, unary = candidate_ids.contiguous(), unary.contiguous()
     noise = None
     if draft_logits is not None:
@@ -204,8 +202,8 @@ def walk(
         cached_ids,
         candidate_ids,
         unary,
-        hidden,
-        hidden.stride(0),
+        projected,
+        projected.stride(0),
         predecessor_codebook,
         successor_codebook,
         anchors,

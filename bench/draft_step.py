@@ -143,7 +143,7 @@ class Stubs:
         yield patch(f"{MODEL}.swiglu", linear_only)
 
     def top_k(self):
-        yield patch(f"{TOP_K}.top_k", lambda x, *_: (self.scores[: len(x)], self.ids[: len(x)]))
+        yield patch(f"{TOP_K}.top_k", lambda x, *_: (self.ids[: len(x)], self.scores[: len(x)]))
 
     def walk(self):
         yield patch(f"{SPECULATOR}.walk", lambda *_, **__: None)

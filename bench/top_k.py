@@ -72,9 +72,9 @@ def input_sets(rows, vocab, dtype):
 
 
 def time_ours(top_k, sets, k, tile, pieces=None):
-    rows, vocab = sets[0].shape
-    workspace = top_k.make_workspace(rows, vocab, k, sets[0].dtype, "cuda", tile)
-    return time_graph([lambda x=x: top_k.launch(x, k, vocab, tile, workspace, pieces) for x in sets])
+    vocab = sets[0].shape[1]
+    counters = top_k.Counters()
+    return time_graph([lambda x=x: top_k.launch(x, k, vocab, tile, counters, pieces) for x in sets])
 
 
 def measure(top_k, shape, bandwidth, flashinfer):

@@ -31,7 +31,7 @@ PATCH = Patch(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The k best tokens of each row and their scores, best first.
 
-        A rank sends k (score, id) pairs a row: O(rows * 2k * tp_size), where
+        A rank sends k (score, id) pairs per row: O(rows * 2k * tp_size), where
         gathering the logits is O(rows * vocab_size). Equal scores come in the
         order of their ids, and a NaN score counts as -inf.
 
@@ -48,7 +48,7 @@ PATCH = Patch(
             ValueError: `scale` is not positive (it would turn the order round),
                 or k is not between 1 and the vocabulary size.
         """
-        from vllm.model_executor.layers.dflash2.top_k import top_k
+        from vllm.model_executor.layers.dflash2.top_k import Counters, top_k
 
         if self.scale <= 0.0:
             raise ValueError(
@@ -66,10 +66,13 @@ PATCH = Patch(
         start = shard.org_vocab_start_index
         owned = min(shard.org_vocab_end_index, self.org_vocab_size) - start
         if owned > 0:
-            scores, ids = top_k(logits, min(k, owned), owned)
+            if not hasattr(self, "_top_k_counters"):
+                # Kept here: CUDA graphs hold their addresses, and go no later than this layer.
+                self._top_k_counters = Counters()
+            ids, scores = top_k(logits, min(k, owned), owned, self._top_k_counters)
         else:  # a small vocabulary leaves the last ranks padding alone
-            scores = logits.new_empty(len(logits), 0, dtype=torch.float32)
             ids = logits.new_empty(len(logits), 0, dtype=torch.int64)
+            scores = logits.new_empty(len(logits), 0, dtype=torch.float32)
         if start:
             ids = ids + start
         if lm_head.tp_size > 1:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,29 +97,34 @@ def logits_of(case, device):
 
 
 def expected(logits, k, valid):
-    """Values and ids by a stable sort of the float32 row: equal values stay in order of id."""
+    """Ids and values by a stable sort of the float32 row: equal values stay in order of id."""
     x = logits[:, :valid].float()
     x = torch.where(x.isnan(), float("-inf"), x)
     values, ids = x.sort(dim=1, descending=True, stable=True)
-    return values[:, :k], ids[:, :k]
+    return ids[:, :k], values[:, :k]
 
 
 def check(module, case, device, tile=None, pieces=None):
-    """What is wrong with the case: an empty list when values and ids are exactly as expected, twice."""
+    """What is wrong with the case: an empty list when ids and values are exactly as expected, twice."""
     logits = logits_of(case, device)
     valid = case.valid or case.vocab
     tile = tile or module.choose_tile(case.k)
-    workspace = module.make_workspace(case.rows, case.vocab, case.k, case.dtype, logits.device, tile)
-    workspace.maxima.fill_(float("nan"))
+    counters = module.Counters()
     wanted = expected(logits, case.k, valid)
     wrong = []
     for launch in ("first", "second"):  # the second finds out whether the first left the counters at zero
-        got = module.launch(logits, case.k, valid, tile, workspace, pieces)
-        for name, a, b in zip(("values", "ids"), got, wanted, strict=True):
+        with patch.object(torch, "empty", poisoned):
+            got = module.launch(logits, case.k, valid, tile, counters, pieces)
+        for name, a, b in zip(("ids", "values"), got, wanted, strict=True):
             if not torch.equal(a, b):
                 row = int((a != b).any(1).nonzero()[0])
                 wrong.append(f"{launch} launch: {name} of row {row}: {a[row].tolist()} instead of {b[row].tolist()}")
     return wrong
+
+
+def poisoned(*shape, dtype, device):
+    """What torch.empty may return."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +146,10 @@ def test_interpreted_kernel_is_exact(interpreted, case):
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_cpu_is_exact(module, case):
     logits = logits_of(case, "cpu")
-    values, ids = module.top_k(logits, case.k, case.valid)
+    ids, values = module.top_k(logits, case.k, case.valid)
     wanted = expected(logits, case.k, case.valid or case.vocab)
     assert values.dtype == torch.float32 and ids.dtype == torch.int64
-    assert torch.equal(values, wanted[0]) and torch.equal(ids, wanted[1])
+    assert torch.equal(ids, wanted[0]) and torch.equal(values, wanted[1])
 
 
 @pytest.mark.gpu
@@ -153,25 +159,23 @@ def test_kernel_is_exact(module, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scratch", ["the caller's", "shared", "the graph's"])
-def test_graph_replays_see_new_logits(module, scratch):
+@pytest.mark.parametrize("counters", ["none", "the caller's", "the caller's, new to the graph"])
+def test_graph_replays_see_new_logits(module, counters):
     case = Case("", 56, 151936, 16)
     logits = logits_of(case, "cuda")
-    workspace = (
-        module.make_workspace(64, case.vocab, case.k, BF16, logits.device) if scratch == "the caller's" else None
-    )
-    module.top_k(logits, case.k, workspace=workspace)  # compiles
-    if scratch == "the graph's":
-        module._SHARED.clear()
+    kept = None if counters == "none" else module.Counters()
+    module.top_k(logits, case.k, counters=kept)  # compiles
+    if counters == "the caller's, new to the graph":
+        kept = module.Counters()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        values, ids = module.top_k(logits, case.k, workspace=workspace)
+        ids, values = module.top_k(logits, case.k, counters=kept)
     for _ in range(20):
         logits.copy_(torch.randn_like(logits, dtype=FP32))
         values.fill_(float("nan")), ids.fill_(-1)
         graph.replay()
         wanted = expected(logits, case.k, case.vocab)
-        assert torch.equal(values, wanted[0]) and torch.equal(ids, wanted[1])
+        assert torch.equal(ids, wanted[0]) and torch.equal(values, wanted[1])
 
 
 @pytest.mark.parametrize(
@@ -189,21 +193,22 @@ def test_impossible_requests_name_the_number(module, k, valid, message):
         module.top_k(torch.zeros(2, 100), k, valid)
 
 
-def test_a_small_workspace_is_an_error(module):
-    logits = torch.zeros(4, 100)
-    workspace = module.make_workspace(3, 100, 4, FP32, "cpu")
-    with pytest.raises(ValueError, match="workspace is for 3 rows"):
-        module.launch(logits, 4, 100, module.choose_tile(4), workspace)
+def test_counters_stay_where_a_graph_has_seen_them(module):
+    counters = module.Counters()
+    few, more = counters.get(5, torch.device("cpu")), counters.get(9, torch.device("cpu"))
+    assert (len(few), len(more)) == (8, 16) and not few.any() and not more.any()
+    assert counters.get(8, torch.device("cpu")) is few and counters.get(16, torch.device("cpu")) is more
 
 
-def test_calls_share_scratch_by_shape(module):
-    shape = (4, 100, 4, FP32, torch.device("cpu"), module.choose_tile(4))
-    assert module._shared_workspace(*shape) is module._shared_workspace(*shape)
-    assert module._shared_workspace(*shape) is not module._shared_workspace(8, *shape[1:])
+def test_programs_fill_the_device_once(module):
+    """Rows of 16 pieces: as many programs as run at once, or a few less; two per row beyond those."""
+    programs = {rows: rows * -(-16 // module.choose_pieces(rows, 16, 264)) for rows in (1, 7, 56, 224, 896)}
+    assert programs == {1: 16, 7: 112, 56: 224, 224: 224, 896: 1792}
+    assert module.choose_pieces(56, 16, 200) > module.choose_pieces(56, 16, 264)
 
 
 def test_no_rows(module):
-    values, ids = module.top_k(torch.zeros(0, 100), 4)
+    ids, values = module.top_k(torch.zeros(0, 100), 4)
     assert values.shape == ids.shape == (0, 4)
 
 

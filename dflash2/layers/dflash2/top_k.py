@@ -19,16 +19,16 @@ a logit, whatever the row holds. Groups are consecutive logits, so that of equal
 the lower group has the lower id.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 MAX_K = 64
-# Two programs of 8 warps a multiprocessor, and little spilled; PROGRAMS is that for an H200's 132.
+# Two programs of 8 warps per multiprocessor, and little spilled.
+PROGRAMS_PER_MULTIPROCESSOR = 2
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
-PROGRAMS = 264
-_SHARED: dict[tuple, "Workspace"] = {}
 
 
 class Tile(NamedTuple):
@@ -41,12 +41,27 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Workspace(NamedTuple):
-    """Scratch of `top_k`. One stream at a time may use it; it survives CUDA graph replays."""
+class Counters:
+    """How many programs have finished each row: what a caller of `top_k` keeps from launch to launch.
 
-    maxima: torch.Tensor  # flat, of the logits' dtype
-    found: torch.Tensor  # [rows, 2, slots] int32, groups and logits that reach the bound
-    arrived: torch.Tensor  # [rows] int32, programs done with the row; zero between launches
+    They are zero between launches, so that none has to clear them first. One stream at a time may use
+    them, CUDA graphs included, which hold their addresses: the object must outlive every graph that has
+    captured a call with it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def get(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Zeros, int32, for at least `rows` rows; the same ones for the same power of two."""
+        key = (triton.next_power_of_2(rows), device)
+        if key in self._kept:
+            return self._kept[key]
+        zeros = torch.zeros(key[0], dtype=torch.int32, device=device)
+        # Under capture they are cleared whenever the graph is replayed, and not before: they are that graph's alone.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._kept[key] = zeros
+        return zeros
 
 
 def choose_tile(k: int) -> Tile:
@@ -56,37 +71,29 @@ def choose_tile(k: int) -> Tile:
     return Tile(piece=16384, group=32, sets=128, slots=128, warps=8)
 
 
-def choose_pieces(rows: int, row_pieces: int) -> int:
-    """Pieces of a program: few enough that all programs run at once; two programs a row where rows are more than those."""
-    programs = PROGRAMS // rows or 2
-    return triton.cdiv(row_pieces, min(programs, row_pieces))
+def choose_pieces(rows: int, row_pieces: int, programs: int) -> int:
+    """Pieces per program: few enough that all of them run at once, as `programs` do; with more rows than those,
+    two programs per row."""
+    return triton.cdiv(row_pieces, min(programs // rows or 2, row_pieces))
 
 
-def make_workspace(
-    max_rows: int, vocab_size: int, k: int, dtype: torch.dtype, device, tile: Tile | None = None
-) -> Workspace:
-    """Scratch for `top_k` of up to `max_rows` rows of `vocab_size` logits of `dtype`."""
-    tile = tile or choose_tile(k)
-    row = triton.cdiv(vocab_size, tile.piece) * (tile.piece // tile.group)
-    return Workspace(
-        torch.empty(max_rows * row, dtype=dtype, device=device),
-        torch.empty(max_rows, 2, tile.slots, dtype=torch.int32, device=device),
-        torch.zeros(max_rows, dtype=torch.int32, device=device),
-    )
+@cache
+def programs_at_once(device: torch.device) -> int:
+    return PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def top_k(
-    logits: torch.Tensor, k: int, valid: int | None = None, workspace: Workspace | None = None
+    logits: torch.Tensor, k: int, valid: int | None = None, counters: Counters | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest logits of each row and where they are.
+    """Where the k largest logits of each row are, and the logits.
 
     logits [rows, vocabulary], bf16, float16 or float32; rows may have any stride, columns are
-    contiguous. Only columns below `valid` (default: all) are looked at. Returns values
-    [rows, k] float32, descending, and ids [rows, k] int64; equal values come by ascending id.
+    contiguous. Only columns below `valid` (default: all) are looked at. Returns ids
+    [rows, k] int64 and values [rows, k] float32, descending; equal values come by ascending id.
     NaN counts as -inf and is returned as -inf; ids are distinct and in range whatever the row holds.
 
-    Pass a `make_workspace` result where two streams may be here at a time: without it all calls of
-    a shape share one. Raises ValueError for a k or valid that the logits cannot serve.
+    A caller that passes its own `counters` saves clearing some at every call. Raises ValueError for a
+    k or valid that the logits cannot serve.
     """
     valid = logits.shape[1] if valid is None else valid
     if not 0 < valid <= logits.shape[1]:
@@ -94,7 +101,7 @@ def top_k(
     if not 0 < k <= valid:
         raise ValueError(f"top_k: k = {k}; it must be in 1 .. {valid}")
     if HAS_TRITON and logits.is_cuda and k <= MAX_K:
-        return launch(logits, k, valid, choose_tile(k), workspace)
+        return launch(logits, k, valid, choose_tile(k), counters)
     return reference_top_k(logits, k, valid)
 
 
@@ -107,18 +114,7 @@ def reference_top_k(logits: torch.Tensor, k: int, valid: int) -> tuple[torch.Ten
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     column = torch.arange(valid, device=x.device)
     ids = torch.topk((order << 32) - column, k, dim=1).indices
-    return x.gather(1, ids), ids
-
-
-def _shared_workspace(*shape) -> Workspace:
-    """Scratch that stays, for launches to find its counters at zero without clearing them."""
-    if shape in _SHARED:
-        return _SHARED[shape]
-    workspace = make_workspace(*shape)
-    # A captured graph clears the counters only when it is replayed: such scratch is for that graph alone.
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        _SHARED[shape] = workspace
-    return workspace
+    return ids, x.gather(1, ids)
 
 
 def launch(
@@ -126,35 +122,27 @@ def launch(
     k: int,
     valid: int,
     tile: Tile,
-    workspace: Workspace | None = None,
+    counters: Counters | None = None,
     pieces: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`top_k` with a given cut and no checks of k and valid (the benchmark sweeps cuts)."""
-    rows = logits.shape[0]
+    rows, device = logits.shape[0], logits.device
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    if workspace is None:
-        workspace = _shared_workspace(triton.next_power_of_2(rows), valid, k, logits.dtype, logits.device, tile)
-    row_pieces = triton.cdiv(valid, tile.piece)
-    needed = rows * row_pieces * (tile.piece // tile.group)
-    maxima, found, arrived = workspace
-    if len(arrived) < rows or maxima.numel() < needed or maxima.dtype != logits.dtype:
-        raise ValueError(
-            f"top_k: the workspace is for {len(arrived)} rows and {maxima.numel()} {maxima.dtype} maxima; "
-            f"these logits need {rows} and {needed} {logits.dtype}. Make it for the largest batch."
-        )
-    values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
+    ids = torch.empty(rows, k, dtype=torch.int64, device=device)
+    values = torch.empty(rows, k, dtype=torch.float32, device=device)
     if rows == 0:
-        return values, ids
-    pieces = pieces or choose_pieces(rows, row_pieces)
+        return ids, values
+    row_pieces = triton.cdiv(valid, tile.piece)
+    pieces = pieces or choose_pieces(rows, row_pieces, programs_at_once(device))
     _top_k_kernel[(rows * triton.cdiv(row_pieces, pieces),)](
         logits,
         logits.stride(0),
         valid,
-        maxima,
-        found,
-        arrived,
+        # Scratch: the groups' maxima, and which groups and logits reach the bound.
+        torch.empty(rows * row_pieces * (tile.piece // tile.group), dtype=logits.dtype, device=device),
+        torch.empty(rows, 2, tile.slots, dtype=torch.int32, device=device),
+        (counters or Counters()).get(rows, device),
         values,
         ids,
         k,
@@ -167,7 +155,7 @@ def launch(
         num_warps=tile.warps,
         **REGISTERS,
     )
-    return values, ids
+    return ids, values
 
 
 @triton.jit(do_not_specialize=["k", "pieces"])

@@ -39,11 +39,11 @@ def _walk_kernel(
     S: tl.constexpr,
     K: tl.constexpr,
     RANK: tl.constexpr,
-    PADDED_S: tl.constexpr,
-    PADDED_K: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
     USE_FP64: tl.constexpr,
 ):
+    PADDED_S: tl.constexpr = triton.next_power_of_2(S)
+    PADDED_K: tl.constexpr = triton.next_power_of_2(K)
+    PADDED_RANK: tl.constexpr = triton.next_power_of_2(RANK)
     req_idx = tl.program_id(0).to(tl.int64)
     first = req_idx * S
     slot = tl.load(idx_mapping_ptr + first).to(tl.int64)
@@ -217,9 +217,6 @@ def walk(
         S=steps,
         K=k,
         RANK=rank,
-        PADDED_S=triton.next_power_of_2(steps),
-        PADDED_K=triton.next_power_of_2(k),
-        PADDED_RANK=triton.next_power_of_2(rank),
         USE_FP64=use_fp64,
         num_warps=WALK_WARPS,
     )

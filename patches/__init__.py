@@ -1,6 +1,7 @@
 """Every seam, in the order it is applied, and every file that is copied in."""
 
 from patches import (
+    bad_words,
     beam_registry,
     block_verify_noise,
     block_verify_placeholders,
@@ -18,6 +19,7 @@ from patches import (
     fresh_states,
     grammar_end,
     layer_window,
+    min_p_logit_bias,
     nan_rows,
     noised_argmax,
     padded_drafts,
@@ -67,6 +69,8 @@ PATCHES = (
     fresh_states.PATCH,
     grammar_end.PATCH,
     block_verify_noise.PATCH,
+    bad_words.PATCH,
+    min_p_logit_bias.PATCH,
 )
 
 # source, below this repo -> destination, below site-packages

@@ -1,44 +1,20 @@
 """What the kernel benchmarks share: loading kernels, timing by graph replay, floors, tables and plots."""
 
 import ast
-import importlib.util
 import json
 import multiprocessing
 import sys
-import types
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from tests.support.kernels import triton_utils
+
 REPO = Path(__file__).resolve().parent.parent
 UPSTREAM = "--upstream takes a folder that holds vllm 0.33.0"
 CACHE_FACTOR = 3  # rotate over this many times the L2, so that nothing timed as cold is still in it
-
-
-def load_kernels(name):
-    """dflash2/layers/dflash2/<name>.py as a module, whether or not vLLM is there: it asks vLLM for nothing but Triton."""
-    known = sys.modules.get("vllm.triton_utils")
-    sys.modules["vllm.triton_utils"] = triton_utils()
-    spec = importlib.util.spec_from_file_location(f"dflash2_{name}", REPO / "dflash2/layers/dflash2" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.modules.pop("vllm.triton_utils")
-        if known is not None:
-            sys.modules["vllm.triton_utils"] = known
-    return module
-
-
-def triton_utils():
-    import triton
-    import triton.language as tl
-
-    stub = types.ModuleType("vllm.triton_utils")
-    stub.HAS_TRITON, stub.triton, stub.tl = True, triton, tl
-    return stub
 
 
 def require_gpu():

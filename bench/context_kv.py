@@ -1,6 +1,6 @@
 """Context K/V after the projection, on a GPU: K-norm, RoPE and the scatter into every layer's pages.
 
-    python bench/context_kv.py [--out DIR] [--upstream DIR]
+    python -m bench.context_kv [--out DIR] [--upstream DIR]
 
 Correctness over the whole sweep comes first, against float32. Then microseconds a call, replayed as a
 CUDA graph, at the dimensions of Qwen3.8-27B's drafter (5 layers, 8 KV heads of 128), for decode steps
@@ -16,24 +16,21 @@ The projection itself, one GEMM for all layers, is the same for all and is not i
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
-from _common import (
-    REPO,
+
+from bench._common import (
     copy_bandwidth,
     empty_kernel_time,
-    load_kernels,
     load_upstream,
     require_gpu,
     rotations,
     time_graph,
     write,
 )
-
-sys.path.insert(0, str(REPO / "tests"))
-import test_context_kv as reference  # noqa: E402
+from tests.support.kernels import context_kv as reference
+from tests.support.kernels import load_kernels
 
 LAYERS, HEADS, HEAD_DIM, PAGE = 5, 8, 128, 16
 STEP = 8  # rows of a request in a decode step: S + 1

@@ -1,6 +1,6 @@
 """The 20 grouped convolutions of a draft step: ours, newest upstream's, PyTorch's.
 
-    python bench/conv.py [--out DIR] [--sweep] [--upstream FOLDER_WITH_VLLM_0.33.0]
+    python -m bench.conv [--out DIR] [--sweep] [--upstream FOLDER_WITH_VLLM_0.33.0]
 
 A draft step of a drafter of 5 layers filters 10 sublayer inputs (side 0) and 10 outputs (side 1);
 each of the latter is followed by a residual add and an RMSNorm. Times are microseconds a call or a
@@ -10,24 +10,22 @@ step, replayed as a CUDA graph, every call on tensors of its own as in the step.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _common import (
+
+from bench._common import (
     copy_bandwidth,
     empty_kernel_time,
-    load_kernels,
     load_upstream,
     precompile,
     require_gpu,
     time_graph,
     write,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from test_conv import BIG, SMALL, check  # noqa: E402
+from tests.support.kernels import load_kernels
+from tests.support.kernels.conv import BIG, SMALL, check
 
 EPS = 1e-6
 GROUP = 16

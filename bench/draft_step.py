@@ -1,6 +1,6 @@
 """The whole draft step on a GPU, from the embedding to the cached proposal, as CUDA-graph replays.
 
-    python bench/draft_step.py [--out DIR] [--architecture DFlash2BeamDraftModel]
+    python -m bench.draft_step [--out DIR] [--architecture DFlash2BeamDraftModel]
 
 Needs a GPU and a vLLM 0.27.1 that this tool was applied to. The engine is the real one, at the
 dimensions of Qwen3.8-27B's drafter with dummy weights; the target has only the layers the drafter
@@ -25,10 +25,11 @@ from unittest.mock import patch
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
-from _common import require_gpu, write
 from vllm import LLM
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+
+from bench._common import require_gpu, write
 
 QWEN3_8_27B = {
     "model_type": "qwen3",

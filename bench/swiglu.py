@@ -1,21 +1,20 @@
 """The activation of a gated MLP, silu(gate) * up: ours, vLLM's kernel, PyTorch's, and the bytes alone.
 
-    python bench/swiglu.py [--out DIR] [--sweep]
+    python -m bench.swiglu [--out DIR] [--sweep]
 
 vLLM's kernel is timed where vLLM is installed; newest upstream (0.33.0) uses the same. Times are
 microseconds a call, replayed as a CUDA graph, the input in L2 as right after the GEMM that wrote it.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _common import copy_bandwidth, empty_kernel_time, load_kernels, precompile, require_gpu, time_graph, write
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from test_swiglu import BIG, SMALL, check  # noqa: E402
+from bench._common import copy_bandwidth, empty_kernel_time, precompile, require_gpu, time_graph, write
+from tests.support.kernels import load_kernels
+from tests.support.kernels.swiglu import BIG, SMALL, check
 
 BLOCK = 8  # rows a request
 SHAPES = [

@@ -1,6 +1,6 @@
 """Top-k over the vocabulary: ours, torch.topk, FlashInfer's radix top-k, and the time to read the logits.
 
-    python bench/top_k.py [--out DIR] [--sweep] [--flashinfer]
+    python -m bench.top_k [--out DIR] [--sweep] [--flashinfer]
 
 Newest upstream (0.33.0) has no kernel of its own here: it calls FlashInfer where that is installed
 and torch.topk elsewhere. Times are microseconds a call, replayed as a CUDA graph, over input sets
@@ -8,23 +8,21 @@ that do not stay in L2 ("in L2": over one set, as right after the LM head wrote 
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
-from _common import (
+
+from bench._common import (
     copy_bandwidth,
     empty_kernel_time,
-    load_kernels,
     precompile,
     require_gpu,
     rotations,
     time_graph,
     write,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from test_top_k import BIG, SMALL, Case, check  # noqa: E402
+from tests.support.kernels import load_kernels
+from tests.support.kernels.top_k import BIG, SMALL, Case, check
 
 STEPS = 7  # rows a request
 SHAPES = [

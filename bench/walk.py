@@ -1,6 +1,6 @@
 """The selector: scores, walk and cached proposal of a draft, in one kernel.
 
-    python bench/walk.py [--out DIR] [--upstream FOLDER_WITH_VLLM_0.33.0]
+    python -m bench.walk [--out DIR] [--upstream FOLDER_WITH_VLLM_0.33.0]
 
 Needs a vLLM 0.27.1 that this tool was applied to. Correctness against float32 comes first. "upstream"
 is three kernels of 0.33.0: the scores of every candidate after every other ("edges alone"), the walk over
@@ -12,8 +12,9 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from _common import empty_kernel_time, load_upstream, require_gpu, time_graph, upstream_file, write
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
+
+from bench._common import empty_kernel_time, load_upstream, require_gpu, time_graph, upstream_file, write
 
 VOCAB = 248320
 CASES = [(batch, 16, 256, 7) for batch in (1, 2, 4, 8, 16, 32, 64, 128)]

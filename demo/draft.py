@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+from tests.support import reference
 
-import reference  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 TINY = HERE / "tiny"
 PROMPTS, NEW_TOKENS, STEPS = 2, 40, 7
 
 
 def main():
+    torch.set_num_threads(1)  # the tensors are tiny, and two engines run beside it
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="fail rather than draft on the CPU")
     if parser.parse_args().gpu and not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def main():
 
 
 def start_engine(prompts, draft, folder):
-    """Starts demo/engine.py on one greedy run. Returns its process, its log and what it will write."""
+    """Starts tests/support/engine.py on one greedy run. Returns its process, its log and what it will write."""
     job = {
         "target": str(TINY / "target"),
         "draft": draft,
@@ -51,7 +51,7 @@ def start_engine(prompts, draft, folder):
     }
     out = folder / ("drafted" if draft else "plain")
     log = out.with_suffix(".log")
-    command = [sys.executable, HERE / "engine.py", json.dumps(job), out]
+    command = [sys.executable, HERE.parent / "tests/support/engine.py", json.dumps(job), out]
     with log.open("w") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=stream), log, out
 

@@ -19,15 +19,6 @@ OLDEST, NEWEST = (3, 11), (3, 14)  # vLLM 0.27.1 has no wheels for anything newe
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 WITH_TORCH_INDEX = ("--extra-index-url", TORCH_CPU_INDEX, "--timeout", "15", "--retries", "1")
 
-# What an engine needs that runs, and is looked into, in one process on a small machine.
-ENGINE_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU the engine's own process dies being spawned
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # the tensors are tiny: more threads only wait for each other
-}
-
 
 def ensure(venv, requirements, say=print):
     """Returns the Python of the folder `venv`, with every file named in `requirements` installed.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from environment import CPU, ENGINE_ENVIRONMENT, GPU, REPO, TOOL, ensure, install
+from environment import CPU, GPU, REPO, TOOL, ensure, install
 
 STEPS = 4
 
@@ -75,8 +75,8 @@ def with_tool(python):
 
 
 def run(python, script, *arguments, stdout=None):
-    """Runs one of our scripts, its output shown or returned; ends with its exit status if that is not 0."""
-    environment = {**os.environ, **ENGINE_ENVIRONMENT}
+    """Runs one of our scripts, which import our packages. Returns its output, or shows it; ends with its failure."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run([python, script, *arguments], env=environment, stdout=stdout, text=True)
     if done.returncode:
         print(done.stdout or "", end="")

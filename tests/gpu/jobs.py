@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import hybrid
+from tests.gpu import hybrid
 
 STEPS = 7
 SAMPLE_PROMPTS = (0, 2)

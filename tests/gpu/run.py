@@ -1,4 +1,4 @@
-"""The engine on a GPU: `python tests/gpu/run.py --out DIR` prints one table and writes DIR/engine.json.
+"""The engine on a GPU: `python -m tests.gpu.run --out DIR` prints one table and writes DIR/engine.json.
 
 Needs the CUDA build of vLLM 0.27.1 in this Python. It is not touched: a copy is patched and used. Every
 engine is a process with a time limit of its own, and several of them share the card (30 GB of it). What
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from tests.gpu import jobs, judge
+from tests.support.trees import copy_tree, vllm_distribution
+
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(REPO / "demo"), str(REPO)]  # as pytest has them for conftest
 
-import torch  # noqa: E402
-
-import jobs  # noqa: E402
-import judge  # noqa: E402
 
 # Mean acceptance length of the tiny pair, greedy: bf16, eager, as first measured on an H200; the reference's in float32.
 ACCEPTANCE, ACCEPTANCE_FLOAT32 = 3.7153, 3.7814
@@ -44,8 +44,6 @@ class Row(NamedTuple):
 
 def patched_site(folder: Path) -> Path:
     """A patched copy of this Python's vLLM below ``folder``. Raises SystemExit with the tool's message."""
-    from conftest import copy_tree, vllm_distribution
-
     site = copy_tree(Path(vllm_distribution().locate_file("")), folder)
     done = subprocess.run([sys.executable, REPO / "apply_all.py", "--root", site], capture_output=True, text=True)
     print(done.stdout, end="")
@@ -108,7 +106,7 @@ def errors(facts: dict) -> list[str]:
 
 
 def environment(site: Path) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(site), str(REPO), os.environ.get("PYTHONPATH"))))
     return {
         # FlashInfer's samplers would be compiled for minutes.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -3,8 +3,9 @@
 import random
 from collections import Counter
 
-import judge
 import pytest
+
+from tests.gpu import judge
 
 FAR, TIE = [9.0, 5.0], [9.0, 8.8125]  # at 9 a bf16 step is 1/16: 3 steps apart
 

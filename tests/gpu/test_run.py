@@ -1,17 +1,13 @@
 """Which engines start when, and what ends with them. No engine is started."""
 
-import importlib.util
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import jobs
 import pytest
 
-# Not as `run`: tests/run.py has that name.
-spec = importlib.util.spec_from_file_location("gpu_run", Path(__file__).with_name("run.py"))
-gpu_run = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gpu_run)
+from tests.gpu import jobs
+from tests.gpu import run as gpu_run
 
 JOBS = {job.name: job for job in jobs.JOBS}
 TENSOR_PARALLEL = ["graphs-tensor-parallel-plain", "graphs-tensor-parallel"]

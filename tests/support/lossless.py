@@ -1,0 +1,467 @@
+"""Is sampled output distributed exactly as the target alone would have it?
+
+A small world with known tables stands for target and drafter; around it runs what a serve runs: the
+input kernel, the walk with its cached proposal, and vLLM's rejection sampler, over chained rounds, in a
+continuous batch. Greedy requests and four temperatures share every batch; requests finish mid-batch and
+new ones take their slots; half of those start with padded drafts (token 0, not drawn by anybody); a
+third verify fewer drafts than were made, a third have placeholders among them. The joint of each
+request's first three tokens is then compared with the product of the target's conditionals, by chi-square.
+
+On a GPU, with the patched vLLM on PYTHONPATH:
+
+    python -m tests.support.lossless --gpu --out FOLDER [--samples 400000]
+
+prints one table, writes FOLDER/lossless.json and exits 1 if a case fails. Without --gpu the NumPy
+transcription of the kernels runs instead.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.support import transcription
+from tests.support.transcription import DRAFT_NOISE_OFFSET
+
+V = 16
+RANK = 4
+TEMPERATURES = (0.0, 0.3, 0.6, 1.0, 1.4)
+ENOUGH = 4  # tokens a request emits before it leaves; fewer rounds cannot see noise that is used again
+
+
+@dataclass(frozen=True)
+class Case:
+    """One world and one way of serving it. `fault` names a wrong design to serve it with."""
+
+    method: str
+    steps: int
+    k: int = 8
+    fault: str = ""
+
+    @property
+    def name(self):
+        return f"{self.method} S={self.steps} K={self.k}" + (f" {self.fault}" if self.fault else "")
+
+
+CASES = (
+    Case("standard", 3),
+    Case("standard", 1, 4),
+    Case("standard", 7),
+    Case("standard", 15, 5),
+    Case("block", 3),
+    Case("block", 2, 16),
+    Case("block", 7),
+    Case("block", 15, 5),
+)
+FAULTS = (
+    Case("standard", 3, fault="raw cache"),
+    Case("standard", 3, fault="shared noise"),
+    Case("standard", 3, fault="noise one position on"),
+    Case("standard", 3, fault="slot not reset"),
+    Case("block", 3, fault="raw cache"),
+    Case("block", 3, fault="position-keyed noise"),
+    Case("block", 7, fault="position-keyed noise"),
+    Case("block", 3, fault="slot not reset"),
+)
+
+
+class World:
+    """Tables of target and drafter. Positions count from the first anchor, whose token is FIRST."""
+
+    FIRST = 3
+
+    def __init__(self, case, device="cpu", seed=5):
+        random = np.random.default_rng(seed)
+        reach = ENOUGH + case.steps + 1
+
+        def normal(*shape):
+            return random.normal(size=shape).astype(np.float32)
+
+        self.case = case
+        # Flat enough that rejections are common, and proposals for a position much alike in every
+        # round: that shows noise which comes back in the next round.
+        # target [position, predecessor, V]; drafter's tables [anchor position, anchor token, step, ...]
+        target = 0.5 * normal(reach, V, V)
+        drafted = np.arange(ENOUGH)[:, None] + 1 + np.arange(case.steps)
+        shape = (ENOUGH, V, case.steps, V)
+        unary = 0.5 * normal(reach, V)[drafted][:, None] + 0.1 * normal(*shape)
+        hidden = normal(reach, RANK)[drafted][:, None] + 0.1 * normal(*shape[:3], RANK)
+        ids = np.argsort(-unary, -1)[..., : case.k]
+        tables = {
+            "target": target,
+            "ids": np.ascontiguousarray(ids),
+            "unary": np.take_along_axis(unary, ids, -1),
+            "hidden": hidden,
+            "predecessor": 0.4 * normal(V, RANK),
+            "successor": 0.4 * normal(V, RANK),
+        }
+        for name, table in tables.items():
+            setattr(self, name, torch.from_numpy(np.ascontiguousarray(table)).to(device))
+
+    def expected(self, temperature):
+        """Joint probabilities [V, V, V] of the first three tokens, float64."""
+        p = torch.softmax(self.target.double().cpu() / temperature, -1).numpy()
+        return p[1, self.FIRST][:, None, None] * p[2][:, :, None] * p[3][None]
+
+
+class Slots:
+    """What a runner keeps of its requests: one entry a slot, in tensors on `device`."""
+
+    def __init__(self, count, case, device):
+        self.count, self.case, self.device = count, case, device
+        self.sample = torch.full((count,), -1, dtype=torch.int64, device=device)
+        for name in ("seed", "start", "rel", "token", "emitted", "rounds"):
+            setattr(self, name, torch.zeros(count, dtype=torch.int64, device=device))
+        self.temperature = torch.zeros(count, dtype=torch.float32, device=device)
+        self.drafted = torch.zeros(count, dtype=torch.bool, device=device)
+        self.drafts = torch.zeros(count, case.steps, dtype=torch.int64, device=device)
+        shape = (count, case.steps, V)
+        self.draft_logits = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+        self.cached_ids = torch.zeros(count, case.steps, case.k, dtype=torch.int64, device=device)
+
+    def take(self, slots, samples):
+        """New requests `samples` take `slots`; everything about one follows from its number."""
+        self.sample[slots] = samples
+        kind = samples % len(TEMPERATURES)
+        self.temperature[slots] = torch.tensor(TEMPERATURES, device=self.device)[kind]
+        # As users choose seeds, and as vLLM does for those who do not.
+        wide = (samples * -7046029254386353131) ^ (samples << 29)
+        self.seed[slots] = torch.where(samples % 3 == 0, samples, wide)
+        self.start[slots] = 1 + samples * 7919 % 30011
+        self.token[slots] = World.FIRST
+        for name in ("rel", "emitted", "rounds"):
+            getattr(self, name)[slots] = 0
+        self.drafted[slots] = samples // len(TEMPERATURES) % 2 == 0
+        self.drafts[slots] = 0
+        if self.case.fault != "slot not reset":
+            # As reset_slot, many at a time.
+            self.draft_logits[slots] = float("-inf")
+            self.draft_logits[slots, :, 0] = 0.0
+            self.cached_ids[slots] = 0
+
+    def anchors(self, slots):
+        return self.start[slots] + self.rel[slots]
+
+
+class Transcribed:
+    """Drafting and verification through the NumPy transcription, on the CPU."""
+
+    def __init__(self, world, slots):
+        self.world, self.slots = world, slots
+
+    def draft(self, live):
+        w, s, steps = self.world, self.slots, self.slots.case.steps
+        rel, token, anchor = s.rel[live], s.token[live], s.anchors(live)
+        seed, shift = draft_key(s, live, anchor)
+        ids = w.ids[rel, token]
+        tokens, scores = transcription.walk(
+            ids.numpy(),
+            w.unary[rel, token].numpy(),
+            w.hidden[rel, token].numpy(),
+            w.predecessor.numpy(),
+            w.successor.numpy(),
+            token.numpy(),
+            seed.numpy(),
+            (anchor[:, None] + 1 + shift + torch.arange(steps)).numpy(),
+            s.temperature[live].numpy(),
+        )
+        s.drafts[live] = torch.from_numpy(tokens)
+        columns = torch.full((len(live), steps, V), float("-inf"))
+        s.draft_logits[live] = columns.scatter_(2, ids, torch.from_numpy(scores))
+        s.cached_ids[live] = ids
+
+    def verify(self, live, counts, drafts, target):
+        s = self.slots
+        sampled, number = transcription.verify(
+            target.numpy(),
+            s.draft_logits[live].numpy(),
+            drafts.numpy(),
+            counts.numpy(),
+            (s.anchors(live)[:, None] + torch.arange(s.case.steps + 1)).numpy(),
+            verify_seed(s, live).numpy(),
+            s.temperature[live].numpy(),
+            s.case.method == "block",
+        )
+        return torch.from_numpy(sampled), torch.from_numpy(number)
+
+
+class Kernels:
+    """Drafting and verification through the kernels of the patched vLLM, on any device."""
+
+    def __init__(self, world, slots):
+        from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+        self.world, self.slots = world, slots
+        rows = slots.count * (slots.case.steps + 1)
+        self.buffers = InputBuffers(slots.count, rows, slots.device)
+        self.samples = [torch.zeros(rows, dtype=torch.int64, device=slots.device) for _ in range(2)]
+        self.sample_slots = torch.zeros(rows, dtype=torch.int32, device=slots.device)
+        self.scratch = [torch.zeros(rows, dtype=torch.int64, device=slots.device) for _ in range(3)]
+        self.temperature = torch.zeros_like(slots.temperature)
+        self.seeds = torch.zeros_like(slots.seed)
+
+    def prepare(self, live):
+        """The draft's inputs, by the kernel that a serve uses: every request verified one token."""
+        from types import SimpleNamespace
+
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import prepare_dflash_inputs
+
+        s, n, steps = self.slots, len(live), self.slots.case.steps
+        ones = torch.ones(n, dtype=torch.int32, device=s.device)
+        batch = SimpleNamespace(
+            num_reqs=n,
+            num_scheduled_tokens=np.ones(n, np.int32),
+            positions=s.anchors(live) - 1,
+            query_start_loc=torch.arange(n + 1, dtype=torch.int32, device=s.device),
+            idx_mapping=live.to(torch.int32),
+        )
+        prepare_dflash_inputs(
+            self.buffers,
+            *self.scratch,
+            *self.samples,
+            self.sample_slots,
+            self.temperature,
+            self.seeds,
+            batch,
+            ones,
+            ones * 0,
+            s.token,
+            s.token.to(torch.int32),
+            s.temperature,
+            s.seed,
+            torch.ones(n, 1, dtype=torch.int32, device=s.device),
+            2**20,
+            0,
+            steps + 1,
+            steps,
+            n,
+            n * (steps + 1),
+            2**20,
+        )
+
+    def draft(self, live):
+        from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
+
+        w, s, n, steps = self.world, self.slots, len(live), self.slots.case.steps
+        self.prepare(live)
+        seeds, shift = self.seeds, 0
+        if s.case.fault:
+            seeds = torch.zeros_like(s.seed)
+            seeds[live], shift = draft_key(s, live, s.anchors(live))
+        rel, token = s.rel[live], s.token[live]
+        drafts = torch.empty(n, steps, dtype=torch.int64, device=s.device)
+        walk(
+            drafts,
+            w.ids[rel, token].view(n * steps, -1),
+            w.unary[rel, token].view(n * steps, -1),
+            w.hidden[rel, token].view(n * steps, -1),
+            w.predecessor,
+            w.successor,
+            self.buffers.input_ids[: n * (steps + 1) : steps + 1],
+            self.sample_slots[: n * steps],
+            self.samples[1][: n * steps] + shift,
+            self.temperature,
+            seeds,
+            s.draft_logits,
+            s.cached_ids,
+        )
+        s.drafts[live] = drafts
+
+    def verify(self, live, counts, drafts, target):
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+        s, steps = self.slots, self.slots.case.steps
+        within = torch.arange(steps + 1, device=s.device)
+        kept = within <= counts[:, None]
+        tokens = torch.cat([s.token[live][:, None], drafts], 1)
+        seeds = torch.zeros_like(s.seed)
+        seeds[live] = verify_seed(s, live)
+        sampled, number = rejection_sample(
+            target[kept],
+            s.draft_logits,
+            tokens[kept],
+            torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0)).to(torch.int32),
+            (s.anchors(live)[:, None] + within)[kept],
+            live.to(torch.int32),
+            live[:, None].expand_as(kept)[kept].to(torch.int32),
+            within.expand_as(kept)[kept].to(torch.int32),
+            s.temperature,
+            seeds,
+            steps,
+            use_block_verification=s.case.method == "block",
+        )
+        return sampled, number.long()
+
+
+def draft_key(slots, live, anchor):
+    """(seeds, shift of the positions) that key the walk's noise, right or wrong as the case says."""
+    seed, fault = slots.seed[live], slots.case.fault
+    if fault == "shared noise":
+        return seed, -DRAFT_NOISE_OFFSET - 1
+    if fault == "noise one position on":
+        return seed, -DRAFT_NOISE_OFFSET
+    if fault == "position-keyed noise":
+        return seed, 0
+    return seed ^ (anchor << 32), 0
+
+
+def verify_seed(slots, live):
+    """The seeds for verification. Mixing the anchor in beforehand cancels what the kernel mixes in."""
+    seed = slots.seed[live]
+    if slots.case.fault == "position-keyed noise":
+        return seed ^ (slots.anchors(live) << 32)
+    return seed
+
+
+def schedule(slots, live):
+    """(counts [n], drafts [n, S]) to verify this round.
+
+    A third of the requests has all of its drafts verified, a third any number of them, and a third
+    has placeholders (-1) from any draft on, as where a grammar cut the drafts short.
+    """
+    steps, kind, drafts = slots.case.steps, slots.sample[live] % 3, slots.drafts[live]
+    some = (slots.sample[live] * 31 + slots.rounds[live] * 17) % (steps + 1)
+    cut = (kind == 2)[:, None] & (torch.arange(steps, device=slots.device) >= some[:, None])
+    return torch.where(kind == 1, some, steps), torch.where(cut, -1, drafts)
+
+
+def target_logits(world, slots, live, drafts):
+    """[n, S + 1, V] logits over T of the tokens after the anchor and after each draft."""
+    steps = slots.case.steps
+    tokens = torch.cat([slots.token[live][:, None], drafts.clamp(min=0)], 1)
+    at = slots.rel[live][:, None] + 1 + torch.arange(steps + 1, device=slots.device)
+    temperature = slots.temperature[live]
+    return world.target[at, tokens] / torch.where(temperature == 0, 1.0, temperature)[:, None, None]
+
+
+def record(slots, live, sampled, number, output):
+    """Append what a round emitted; `output` [samples, 3] keeps each request's first three tokens."""
+    for i in range(min(3, sampled.shape[1])):
+        at = slots.emitted[live] + i
+        new = (i < number) & (at < 3)
+        output[slots.sample[live][new], at[new]] = sampled[new, i]
+    slots.token[live] = sampled.gather(1, number[:, None] - 1)[:, 0]
+    for name, grown in (("rel", number), ("emitted", number), ("rounds", 1)):
+        getattr(slots, name)[live] += grown
+    slots.drafted[live] = True
+
+
+def first_tokens(case, samples, backend=Transcribed, width=2048, device="cpu", order=0):
+    """Serve `samples` requests, `width` at a time. Returns their first three tokens, [samples, 3].
+
+    `order` shuffles the batch anew: what a request emits must not depend on it, nor on `width`.
+    """
+    world, slots = World(case, device), Slots(width, case, device)
+    engine = backend(world, slots)
+    random = torch.Generator(device).manual_seed(order)
+    output = torch.full((samples, 3), -1, dtype=torch.int64, device=device)
+    queued = min(width, samples)
+    slots.take(torch.arange(queued, device=device), torch.arange(queued, device=device))
+    while True:
+        live = torch.randperm(width, generator=random, device=device)
+        live = live[slots.sample[live] >= 0]
+        if not len(live):
+            return output
+        fresh = live[slots.drafted[live]]
+        if len(fresh):
+            engine.draft(fresh)
+        if case.fault == "raw cache":
+            slots.draft_logits[fresh] *= torch.where(slots.temperature == 0, 1.0, slots.temperature)[fresh, None, None]
+        counts, drafts = schedule(slots, live)
+        sampled, number = engine.verify(live, counts, drafts, target_logits(world, slots, live, drafts))
+        record(slots, live, sampled, number, output)
+        done = live[slots.emitted[live] >= ENOUGH]
+        slots.sample[done] = -1
+        free = done[: samples - queued]
+        slots.take(free, torch.arange(queued, queued + len(free), device=device))
+        queued += len(free)
+
+
+def chi_square(counts, expected):
+    """p of `counts` under probabilities `expected`, both flat; cells expecting under five are pooled."""
+    expected = expected / expected.sum() * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < 5:
+        order = np.argmin(expected[:-1])
+        observed[order] += observed[-1]
+        expected[order] += expected[-1]
+        observed, expected = observed[:-1], expected[:-1]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, torch.tensor(statistic / 2)).item()
+
+
+def greedy_path(world):
+    tokens, token = [], World.FIRST
+    for position in range(1, 4):
+        token = int(world.target[position, token].argmax())
+        tokens.append(token)
+    return tokens
+
+
+def evaluate(case, output):
+    """{temperature: p}; greedy requests have p 1 if all of them took the only right path, else 0."""
+    world, result = World(case), {}
+    output = output.cpu()
+    for kind, temperature in enumerate(TEMPERATURES):
+        mine = output[kind :: len(TEMPERATURES)]
+        assert (mine >= 0).all() and (mine < V).all(), f"{case.name}: token ids outside the vocabulary"
+        if temperature == 0:
+            result[temperature] = float((mine == torch.tensor(greedy_path(world))).all())
+            continue
+        cells = (mine[:, 0] * V + mine[:, 1]) * V + mine[:, 2]
+        counts = torch.bincount(cells, minlength=V**3).numpy()
+        result[temperature] = chi_square(counts, world.expected(temperature).ravel())
+    return result
+
+
+def run(case, samples, backend=Transcribed, width=2048, device="cpu"):
+    """{temperature: p} over `samples` requests at each temperature."""
+    return evaluate(case, first_tokens(case, samples * len(TEMPERATURES), backend, width, device))
+
+
+def verdict(case, result):
+    """A right design passes at every temperature; a wrong one is caught at one of them at least."""
+    if case.fault:
+        return min(result.values()) < 1e-10
+    return min(result.values()) > 1e-4
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="run the kernels of the vLLM on PYTHONPATH")
+    parser.add_argument("--out", type=Path, help="folder for lossless.json")
+    parser.add_argument("--samples", type=int, help="requests at each temperature (GPU 400000, CPU 20000)")
+    given = parser.parse_args()
+    if given.gpu and not torch.cuda.is_available():
+        raise SystemExit("error: --gpu needs a GPU that torch can see")
+    backend, width, device = (Kernels, 65536, "cuda") if given.gpu else (Transcribed, 2048, "cpu")
+    samples = given.samples or (400_000 if given.gpu else 20_000)
+    report, good = [], True
+    print(
+        f"{samples} samples a temperature\n{'case':40}" + "".join(f"{f'T={t}':>11}" for t in TEMPERATURES), "  verdict"
+    )
+    for case in CASES + FAULTS:
+        began = time.perf_counter()
+        result = run(case, samples, backend, width, device)
+        passed = verdict(case, result)
+        good &= passed
+        word = ("caught" if case.fault else "exact") if passed else "FAILED"
+        print(f"{case.name:40}" + "".join(f"{p:11.2g}" for p in result.values()), "  " + word, flush=True)
+        seconds = round(time.perf_counter() - began, 1)
+        report.append({**asdict(case), "samples": samples, "p": result, "passed": passed, "seconds": seconds})
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "lossless.json").write_text(json.dumps(report, indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ where the engine does not start; "twice" gives {"first": [...], "again": [...]},
 tokens, how many of the prompt were found cached, and every draft.
 """
 
-from tests.support import interpret  # noqa: F401, I001  before vLLM
+from tests.support import interpret  # noqa: I001  before vLLM
 import gc
 import json
 import shutil

@@ -22,8 +22,8 @@ STEPS = 7
 # What the trained pair does not have: other taps, groups, ranks and K, scaled and capped logits,
 # scaled embeddings, and a layer without a window.
 OTHER_SHAPES = {
-    "taps 3, K 5": dict(
-        dflash_config={
+    "taps 3, K 5": {
+        "dflash_config": {
             "mask_token_id": 149,
             "target_layer_ids": [0, 2],
             "conv_kernel_size": 3,
@@ -34,15 +34,15 @@ OTHER_SHAPES = {
             "output_multiplier": 0.7,
             "final_logit_softcapping": 3.0,
         },
-        num_hidden_layers=2,
-        is_causal=False,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=8,
-        use_sliding_window=True,
-        block_size=4,
-    ),
-    "taps 4, causal": dict(
-        dflash_config={
+        "num_hidden_layers": 2,
+        "is_causal": False,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "use_sliding_window": True,
+        "block_size": 4,
+    },
+    "taps 4, causal": {
+        "dflash_config": {
             "mask_token_id": 0,
             "target_layer_ids": [1],
             "conv_kernel_size": 4,
@@ -50,12 +50,12 @@ OTHER_SHAPES = {
             "selector_rank": 16,
             "selector_top_k": 3,
         },
-        num_hidden_layers=1,
-        layer_types=["sliding_attention"],
-        sliding_window=16,
-        use_sliding_window=True,
-        block_size=8,
-    ),
+        "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 16,
+        "use_sliding_window": True,
+        "block_size": 8,
+    },
 }
 OTHER_STEPS = 3
 

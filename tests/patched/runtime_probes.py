@@ -4,7 +4,7 @@ Prints one line of JSON: {probe: what it found, or {"error": type and text}}. A 
 the test decides. `python runtime_probes.py [probe ...]`, all of them without arguments.
 """
 
-from tests.support import interpret  # noqa: F401, I001  before vLLM
+from tests.support import interpret  # noqa: I001  before vLLM
 import contextlib
 import json
 import os

@@ -4,7 +4,7 @@ Prints one line of JSON: {probe: what it found, or {"error": type and text}}. A 
 the test decides. `python sampling_probes.py PROBE ...` under Triton's interpreter.
 """
 
-from tests.support import interpret  # noqa: F401, I001  before vLLM
+from tests.support import interpret  # noqa: I001  before vLLM
 import contextlib
 import json
 import sys

@@ -16,12 +16,12 @@ from tests.support.settings import ENGINE_ENVIRONMENT
 
 os.environ.update(ENGINE_ENVIRONMENT)
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     from tests.support import interpret  # noqa: F401  before vLLM
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
 if not torch.cuda.is_available():
     # The ranks' shared memory gathers no integers; gloo does. Here, because workers import this file, too.

@@ -18,12 +18,12 @@ if "triton" in sys.modules:  # its own functions are compiled ones then, and can
     )
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy as np  # noqa: E402
-import triton  # noqa: E402
-import triton.backends  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.language.extra import libdevice  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import numpy as np
+import triton
+import triton.backends
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
 
 TRITON = "3.9.0"
 

@@ -216,12 +216,12 @@ def greedy_decode(d, t, prompt, new_tokens, steps):
     while len(ids) - len(prompt) < new_tokens:
         start = len(ids)
         draft = draft_block(d, t, anchor, start, context, steps)[0]
-        logits, context = target_forward(t, torch.tensor(ids + [anchor] + draft), capture)
+        logits, context = target_forward(t, torch.tensor([*ids, anchor, *draft]), capture)
         verdict = logits[start:].argmax(-1).tolist()
         right = 0
         while right < steps and draft[right] == verdict[right]:
             right += 1
-        ids += [anchor] + draft[:right]
+        ids += [anchor, *draft[:right]]
         anchor, context = verdict[right], context[: len(ids)]
         accepted.append(right)
     return ids[len(prompt) : len(prompt) + new_tokens], accepted

@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
 
 # Rows of a few pieces, cut small enough for the interpreter, which takes a millisecond an exchange.
-TINY_TILE = dict(piece=64, group=8, sets=16, slots=16, warps=1)
+TINY_TILE = {"piece": 64, "group": 8, "sets": 16, "slots": 16, "warps": 1}
 SMALL = [
     Case("several pieces", 3, 320, 4),
     Case("float32", 2, 320, 4, FP32),

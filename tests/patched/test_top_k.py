@@ -7,7 +7,7 @@ import torch
 
 from tests.support.answers import run_interpreted
 from tests.support.kernels import load_kernels
-from tests.support.kernels.top_k import BF16, BIG, FP32, SMALL, TINY_TILE, Case, check, expected, logits_of
+from tests.support.kernels.top_k import BIG, FP32, SMALL, TINY_TILE, Case, check, expected, logits_of
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""dflash2/layers/dflash2/context_kv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
+"""layers/dflash2/context_kv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
 from typing import NamedTuple
 

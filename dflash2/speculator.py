@@ -7,21 +7,32 @@ draft's noise is a stream of its own, away from the noise that verification uses
 The third, that no round draws the noise of another again, is in the seeds the input kernel hands over.
 """
 
+import copy
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.models.qwen3_dflash2_checkpoint import DFlash2Config
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
     DFlashSpeculator,
     prepare_dflash_inputs,
 )
 from vllm.v1.worker.gpu.spec_decode.dflash2.walk import walk
+from vllm.v1.worker.utils import AttentionGroup
 
 logger = init_logger(__name__)
+
+# The LM head scores so many draft rows at once. More gain it no speed and cost rows x vocabulary: a full
+# batch of 1,024 requests x 15 drafts would take 7 GiB from the KV cache at a vocabulary of 248,320.
+MAX_LOGIT_ROWS = 2048
 
 
 class DFlash2Speculator(DFlashSpeculator):
@@ -41,12 +52,49 @@ class DFlash2Speculator(DFlashSpeculator):
             raise torch.OutOfMemoryError(
                 f"The DFlash2 speculator's buffers do not fit. {cache} Lower --max-num-seqs, or draft greedily."
             ) from error
+        # Every running request drafts in every step, S + 1 rows each, however few tokens the target is
+        # given for them: the rows are counted by requests, not by max_num_batched_tokens.
+        self.max_num_tokens = max(self.max_num_tokens, self.max_num_reqs * self.num_query_per_req)
+        self.input_buffers = InputBuffers(self.max_num_reqs, self.max_num_tokens, device)
         # The columns of draft_logits that are not -inf, so that a draft clears K
         # of them and not the vocabulary.
         self.cached_ids = torch.zeros(self.max_num_reqs, steps, config.selector_top_k, dtype=torch.int64, device=device)
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         return torch.float32, float("-inf")
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        model = super().load_draft_model(target_model, target_attn_layer_names)
+        # A LoRA wrapper reads which adapter each of the target's rows has; draft rows are others, and have none.
+        for owner, name in ((model.model, "embed_tokens"), (model, "lm_head")):
+            if isinstance(shared := getattr(owner, name, None), BaseLayerWithLoRA):
+                delattr(owner, name)
+                setattr(owner, name, shared.base_layer)
+        return model
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        target_input_buffers: InputBuffers,
+        target_attn_groups: list[list[AttentionGroup]],
+    ) -> None:
+        tables = with_own_slots(block_tables, self.max_num_tokens)
+        super().set_attn(model_state, kv_cache_config, tables, target_input_buffers, target_attn_groups)
+        logger.info("%s", self.describe_buffers())
+
+    def describe_buffers(self) -> str:
+        """What a draft takes of memory beside weights and cached K/V, in words."""
+        buffers = (*vars(self.input_buffers).values(), self.block_tables.slot_mappings)
+        held = sum(buffer.nbytes for buffer in buffers if isinstance(buffer, torch.Tensor))
+        scored = min(self.max_num_reqs * self.num_speculative_steps, MAX_LOGIT_ROWS)
+        logits = scored * self.vocab_size * self.dtype.itemsize // self.vllm_config.parallel_config.tensor_parallel_size
+        return (
+            f"DFlash2 drafts in buffers of its own, {held / 2**20:.2f} MiB for max_num_seqs {self.max_num_reqs} x "
+            f"{self.num_query_per_req} rows, and needs {logits / 2**20:.1f} MiB for the logits of {scored} rows at a "
+            f"time. The target keeps all of max_num_batched_tokens {self.scheduler_config.max_num_batched_tokens}."
+        )
 
     def reset_slot(self, req_idx: int) -> None:
         """A new request takes the slot: its cached proposal becomes one-hot on token 0.
@@ -71,7 +119,7 @@ class DFlash2Speculator(DFlashSpeculator):
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         for tile in (16, 32, 64, 128, 256):
             num_tokens = tile - self.num_query_per_req
-            if not 0 < num_tokens <= self.max_num_tokens:
+            if not 0 < num_tokens <= len(self.context_positions):
                 continue
             prepare_dflash_inputs(
                 input_buffers=self.input_buffers,
@@ -119,7 +167,7 @@ class DFlash2Speculator(DFlashSpeculator):
         )
         num_sample = num_reqs * self.num_speculative_steps
         hidden = last_hidden_states[self.sample_indices[:num_sample]]
-        candidate_ids, unary = self.model.compute_candidates(hidden)
+        candidate_ids, unary = self._candidates(hidden)
         selector = self.model.model.candidate_selector
         walk(
             draft_tokens=self.draft_tokens[:num_reqs],
@@ -138,6 +186,20 @@ class DFlash2Speculator(DFlashSpeculator):
             cached_ids=self.cached_ids,
             use_fp64=self.use_fp64_gumbel,
         )
+
+    def _candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and unary scores [rows, K] of hidden [rows, hidden_size], without all rows' logits at once."""
+        if len(hidden) <= MAX_LOGIT_ROWS:
+            return self.model.compute_candidates(hidden)
+        ids, unary = zip(*map(self.model.compute_candidates, hidden.split(MAX_LOGIT_ROWS)))
+        return torch.cat(ids), torch.cat(unary)
+
+
+def with_own_slots(block_tables: BlockTables, rows: int) -> BlockTables:
+    """The target's page tables, with slot mappings for `rows` draft rows: the target's hold max_num_batched_tokens."""
+    tables = copy.copy(block_tables)
+    tables.slot_mappings = block_tables.slot_mappings.new_zeros(block_tables.num_kv_cache_groups, rows)
+    return tables
 
 
 def check_steps(steps: int, block_size: int | None) -> None:

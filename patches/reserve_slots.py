@@ -1,7 +1,8 @@
 """A DFlash block is the anchor and S masks: S + 1 rows a request, one of them scheduled already.
 
-0.27.1 reserves S - 1 further rows, which is right for drafters without an anchor row. A full batch
-then drafts more rows than the buffers of max_num_batched_tokens hold.
+0.27.1 reserves S - 1 further rows, which is right for drafters without an anchor row. A full batch of
+a DFlash1 drafter, which writes into buffers of max_num_batched_tokens rows, then overruns them. DFlash2
+reserves nothing: see token_budget.py.
 """
 
 from _patchlib import Hunk, Patch, Sign
@@ -11,7 +12,7 @@ SCOPE = "SpeculativeConfig.max_num_new_slots_for_drafting"
 
 PATCH = Patch(
     name="reserve-slots",
-    why="DFlash drafts S + 1 rows a request; one too few were kept free, so a full batch overran its buffers",
+    why="DFlash1 drafts S + 1 rows per request; one too few were kept free, so a full batch overran its buffers",
     upstream="SpeculativeConfig.max_num_new_slots_for_drafting of vLLM 0.28.0",
     shipped_in="0.28.0",
     drop="with vLLM 0.28.0",

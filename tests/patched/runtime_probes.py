@@ -23,12 +23,13 @@ PAD = -1
 
 
 def engine_config(steps=7, draft=TINY / "draft", **arguments):
-    """The engine's config for the tiny target and the drafter in folder `draft`."""
+    """The engine's config for the tiny target and the drafter in folder `draft`; none for 0 steps."""
+    speculative = {"method": "dflash", "model": str(draft), "num_speculative_tokens": steps}
     return EngineArgs(
         model=str(TINY / "target"),
         skip_tokenizer_init=True,
         enforce_eager=True,
-        speculative_config={"method": "dflash", "model": str(draft), "num_speculative_tokens": steps},
+        speculative_config=speculative if steps else None,
         **{"max_model_len": 256, **arguments},
     ).create_engine_config()
 
@@ -215,32 +216,6 @@ def draft_slots(steps_of=range(1, 16)):
 
 
 # --- configs (B5, B7, B8, B9, B17 and faults) --------------------------------------------------
-
-
-def reserved_rows():
-    """[S, max_num_seqs, max_num_batched_tokens, rows that a full batch drafts, or None: refused].
-
-    A batch is as full as the token budget lets it be, one token a request.
-    """
-    found = []
-    for steps, seqs, batched in ((1, 64, 256), (7, 64, 460), (15, 64, 1000), (15, 1, 256), (8, 30, 257)):
-        answer = refusal(
-            lambda: engine_config(steps, max_num_seqs=seqs, max_num_batched_tokens=batched).scheduler_config
-        )
-        if "refused" in answer:
-            found.append([steps, seqs, batched, None])
-        else:
-            requests = min(seqs, answer["served"].max_num_scheduled_tokens)
-            found.append([steps, seqs, batched, requests * (steps + 1)])
-    return found
-
-
-def batch_sizes():
-    """What is said to max_num_seqs 1, 64 and 1024 with the default token budget, for S = 15."""
-    return [
-        refusal(lambda: engine_config(15, max_num_seqs=seqs).scheduler_config.max_num_scheduled_tokens)
-        for seqs in (1, 64, 1024)
-    ]
 
 
 def cache_estimates():
@@ -524,8 +499,6 @@ def layer_windows():
 
 PROBES = (
     draft_slots,
-    reserved_rows,
-    batch_sizes,
     cache_estimates,
     rope_lengths,
     compile_keys,

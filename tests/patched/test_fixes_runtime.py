@@ -6,7 +6,7 @@ another (runtime_serve.py); here is what they must find.
 Faults tried, and where:
     max_model_len - S ... max_model_len, every request length around block borders,
     S = 1 ... 15 with a block size of 8           test_draft_slots, test_served_to_the_last_token
-    max_num_seqs 1, 64, 1024                      test_batch_sizes_fit_or_are_refused, test_cache_estimate
+    max_num_seqs 1, 64, 1024                      test_token_budget.py, test_cache_estimate
     VLLM_USE_V2_MODEL_RUNNER=0                    test_v1_runner_is_refused
     float16, pipeline parallel                    test_refused_at_start
     a target too short for target_layer_ids, a drafter for another vocabulary size, a quantised one
@@ -34,17 +34,6 @@ def found(run_patched):
 def test_draft_slots(found):
     """Slots, positions and lengths of every row, against plain Python, S = 1 ... 15, DFlash and DSpark."""
     assert found("draft_slots") == []
-
-
-def test_a_full_batch_drafts_within_the_token_budget(found):
-    for steps, seqs, batched, drafted in found("reserved_rows"):
-        assert drafted is not None and drafted <= batched, (steps, seqs, batched, drafted)
-
-
-def test_batch_sizes_fit_or_are_refused(found):
-    one, sixty_four, thousand = found("batch_sizes")
-    assert one["served"] > 0 and sixty_four["served"] > 0
-    assert "Increase max_num_batched_tokens" in thousand["refused"]
 
 
 def test_window_blocks_of_a_hybrid_are_recorded(found):

@@ -23,21 +23,20 @@ from vllm.model_executor.layers.dflash2.swiglu import silu_and_mul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-from .qwen2 import Qwen2MLP
-from .qwen3_dflash import (
+from vllm.model_executor.models.qwen2 import Qwen2MLP
+from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3Attention,
     DFlashQwen3DecoderLayer,
     DFlashQwen3ForCausalLM,
     DFlashQwen3Model,
 )
-from .qwen3_dflash2_checkpoint import (
+from vllm.model_executor.models.qwen3_dflash2_checkpoint import (
     DFlash2Config,
     check_drafter,
     check_tensors,
     expected_tensors,
 )
-from .utils import AutoWeightsLoader, maybe_prefix
+from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 
 
 class DFlash2Conv(nn.Module):
@@ -283,7 +282,7 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
 def attention(attn: DFlashQwen3Attention, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`attn` of x [rows, hidden_size], with the norms and RoPE of Q and K in one
-    kernel where vLLM has one."""
+    kernel if vLLM has one."""
     fused = x.is_cuda and attn.head_dim in (64, 128, 256) and x.dtype == torch.bfloat16
     if not (fused and hasattr(torch.ops._C, "fused_qk_norm_rope")):
         return attn(positions=positions, hidden_states=x)

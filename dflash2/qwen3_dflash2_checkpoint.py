@@ -4,9 +4,9 @@
 from dataclasses import MISSING, dataclass, fields
 
 import torch
+from transformers import PretrainedConfig
 from vllm.config import VllmConfig
-
-from .utils import get_draft_quant_config
+from vllm.model_executor.models.utils import get_draft_quant_config
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DFlash2Config:
     final_logit_softcapping: float = 0.0
 
     @classmethod
-    def from_hf_config(cls, hf_config) -> "DFlash2Config":
+    def from_hf_config(cls, hf_config: PretrainedConfig) -> "DFlash2Config":
         """Read the keys from a draft model's config and check them.
 
         Raises:
@@ -128,7 +128,9 @@ def check_drafter(vllm_config: VllmConfig, config: DFlash2Config) -> None:
         )
 
 
-def expected_tensors(hf_config, config: DFlash2Config, fc_input_size: int) -> dict[str, tuple[int, ...]]:
+def expected_tensors(
+    hf_config: PretrainedConfig, config: DFlash2Config, fc_input_size: int
+) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a DFlash2 checkpoint holds.
 
     vLLM's own tracking cannot tell a missing tensor here: it counts a layer

@@ -146,7 +146,7 @@ def test_the_test_command_passes_arguments_on(monkeypatch):
 
 
 def test_ci_runs_the_readmes_test_command():
-    assert (REPO / ".ci/run").read_text().rstrip().endswith("exec python tests/run.py")
+    assert "\npython tests/run.py" in (REPO / ".ci/run").read_text()
     assert (REPO / ".ci/run").stat().st_mode & 0o111
     assert "\npython tests/run.py\n" in (REPO / "README.md").read_text()
 

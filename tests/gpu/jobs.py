@@ -7,6 +7,8 @@ import argparse
 import json
 import logging
 import random
+import subprocess
+import sys
 import time
 import traceback
 from collections import Counter
@@ -23,7 +25,7 @@ GIB = 2**30
 
 class Job(NamedTuple):
     name: str
-    target: str
+    target: str  # tiny, beam or hybrid; none: no engine
     drafter: str | None  # how it samples: greedy, probabilistic; None: plain decoding
     graphs: bool
     phases: tuple[str, ...]
@@ -68,6 +70,7 @@ JOBS = [
     Job("eager-plain", "tiny", None, False, ("text",)),
     Job("eager-chunked", "tiny", "probabilistic", False, ("text",), CHUNKED),
     Job("eager-beam", "beam", "greedy", False, ("text",)),
+    Job("upstream", "none", None, False, ("upstream",), limit=400),
 ]
 
 
@@ -130,9 +133,11 @@ def beam_drafter(draft: Path, folder: Path) -> Path:
 
 
 def start(job: Job, arguments):
-    """The engine; a hybrid one with weights that matter."""
+    """The engine, if the job has one; a hybrid one with weights that matter."""
     from vllm import LLM
 
+    if job.target == "none":
+        return None
     llm = LLM(**engine_options(job, arguments))
     if job.target == "hybrid":
         llm.collective_rpc(hybrid.enliven)
@@ -380,7 +385,16 @@ def count_nan_rows(worker) -> int:
     return int(worker.model_runner.speculator.draft_logits.isnan().any(-1).sum())
 
 
+def upstream(run: Run) -> dict:
+    """vLLM's own tests, by their script; it makes its own copies, a pristine one and a patched one."""
+    command = [sys.executable, "-m", "tests.upstream", "gpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    return {"status": done.returncode, "said": (done.stdout.splitlines() or [""])[-1]}
+
+
 PHASES = {
+    "upstream": upstream,
     "text": text,
     "sampled": sampled,
     "latency": latency,

@@ -340,7 +340,12 @@ def checks() -> list[tuple[str, tuple[str, ...], Callable[..., list[Row]]]]:
                 lambda one, other, label=label, graphs=beam.startswith("graphs"): beam_rows(label, one, other, graphs),
             )
         )
+    table.append(("vLLM's own tests", ("upstream",), upstream_rows))
     return table
+
+
+def upstream_rows(own: dict) -> list[Row]:
+    return [Row("vLLM's own tests", own["upstream"]["said"], own["upstream"]["status"] == 0)]
 
 
 def prefix_rows(plain: dict, own: dict) -> list[Row]:

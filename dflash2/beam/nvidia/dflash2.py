@@ -3,9 +3,9 @@
 
 Layers, kernels, candidate head, loading and the checks of a config are inherited. Beam adds
 
-- the selector as a module that scores all K x K edges of a step, where serving only walks one path;
+- the selector as a module that scores all K x K edges of a step (serving walks one path only);
 - `build_context_kv_weights` under its public name;
-- refusals: where the Qwen3 drafter falls back to writing context K/V layer by layer, or serves a
+- refusals: if the Qwen3 drafter falls back to writing context K/V layer by layer, or serves a
   biased attention, this one raises.
 """
 
@@ -107,7 +107,7 @@ class DFlash2BeamForCausalLM(DFlash2Qwen3ForCausalLM):
 def one_slot_mapping(
     slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None,
 ) -> torch.Tensor | None:
-    """The slots that all layers share; None where no layer has any.
+    """The slots that all layers share; None if no layer has any.
 
     Layers share them when they read the same memory: comparing what it holds
     would wait for the device at every draft.

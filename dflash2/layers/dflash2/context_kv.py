@@ -3,7 +3,7 @@
 
 One GEMM projects the context states to K and V for all layers at once. What remains per layer is an
 RMSNorm and RoPE of K and the scatter of K and V into that layer's pages. vLLM 0.27.1 does it with a
-transposing copy, a norm, a rope and one cache write a layer; here each value is read once and written
+transposing copy, a norm, a rope and one cache write per layer; here each value is read once and written
 once, to where it belongs.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from vllm.triton_utils import tl, triton
 
-# Elements of each half-head tile and warps a program: eight bf16 values, one 16-byte access, a thread.
+# Elements of a half-head tile, and warps per program: eight bf16 values, one 16-byte access, per thread.
 TILE = 512
 NUM_WARPS = 2
 
@@ -155,7 +155,7 @@ def page_table(
     v_scales: Sequence[torch.Tensor],
     dtype: torch.dtype,
 ) -> PagedCaches | None:
-    """The ``PagedCaches`` of the views, or None where their layouts differ.
+    """The ``PagedCaches`` of the views, or None if their layouts differ.
 
     Scales are float32 scalars on the device, read at every store, so that scales calibrated later
     count. ``dtype`` is what the pages hold; vLLM keeps fp8 pages as uint8 tensors.
@@ -182,7 +182,7 @@ def store_context_kv(
 
     kv_flat        [n, L * 2 * kv heads * head dim], a layer's K and then its V; rows may be strided
     k_norm_weights [L, head dim], contiguous
-    positions      [n], integer; anything where the slot is negative
+    positions      [n], integer; anything if the slot is negative
     cos_sin_cache  [positions, head dim]: cosines, then sines (neox pairs i and i + head dim / 2)
     slots          [n] int64, block * block size + offset; a negative slot writes nothing
     slot_offsets   [L] int64: layer l reads its slots at ``slots`` + slot_offsets[l] elements; None: at ``slots``
@@ -220,7 +220,7 @@ def store_context_kv(
     )
 
 
-def _triton_dtype(dtype: torch.dtype):
+def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return {
         torch.bfloat16: tl.bfloat16,
         torch.float16: tl.float16,
@@ -255,7 +255,7 @@ class ContextKVWriter:
         cos_sin_cache: torch.Tensor,
         head_dim: int,
         is_neox: bool = True,
-    ):
+    ) -> None:
         self.layers = list(attn_layers)
         self.k_norm_weights = k_norm_weights.contiguous()
         self.eps = eps
@@ -267,7 +267,7 @@ class ContextKVWriter:
         self._offsets: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     def can_store(self, slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None) -> bool:
-        """Whether ``store`` serves these slots; where not, the caller writes layer by layer, or, where
+        """Whether ``store`` serves these slots; if not, the caller writes layer by layer, or, if
         nothing has slots (a dummy run), not at all."""
         slots = [slot_mapping] if isinstance(slot_mapping, torch.Tensor) else slot_mapping or [None]
         return self.usable and all(s is not None for s in slots) and self._bind() is not None
@@ -280,10 +280,11 @@ class ContextKVWriter:
     ) -> None:
         """Write K and V of every context token, see ``store_context_kv``.
 
-        ``slot_mapping`` is [n] for all layers, or one [n] tensor a layer (several KV groups).
+        ``slot_mapping`` is [n] for all layers, or one [n] tensor per layer (several KV groups).
         """
-        shared = isinstance(slot_mapping, torch.Tensor)
-        slots = [slot_mapping] * len(self.layers) if shared else slot_mapping
+        caches = self._bind()
+        assert caches is not None, "ask can_store first"
+        slots = [slot_mapping] * len(self.layers) if isinstance(slot_mapping, torch.Tensor) else slot_mapping
         store_context_kv(
             kv_flat,
             self.k_norm_weights,
@@ -292,7 +293,7 @@ class ContextKVWriter:
             self.cos_sin_cache,
             slots[0],
             self._slot_offsets(slots),
-            self._bind(),
+            caches,
         )
 
     def _bind(self) -> PagedCaches | None:

@@ -7,7 +7,7 @@ with x = 0 before the first of each request's `num_query_per_req` rows, so that 
 Side 0 filters the sublayer's input. Side 1 filters its output and is fused with what always
 follows it: the residual add and the RMSNorm before the next sublayer. The two cannot share a
 kernel with the norm in front of side 0, because `delta` is a projection of that norm's output.
-All arithmetic is float32; bf16 is rounded to once, where a result is stored.
+All arithmetic is float32; bf16 is rounded to once, when a result is stored.
 """
 
 from math import prod
@@ -24,8 +24,7 @@ def conv_side0(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, num_que
 
     x [rows, hidden]; delta [rows, 2, taps, groups] or the projection's flat output
     [rows, 2 * taps * groups]; base [2, taps, hidden]; row r is row r % num_query_per_req of
-    its request.
-    Rows may have any stride. Returns [rows, hidden] in x's dtype. Raises ValueError for shapes
+    its request. Rows may have any stride. Returns [rows, hidden] in x's dtype. Raises ValueError for shapes
     that do not belong together.
     """
     groups = _groups(x, delta, base, num_query_per_req)
@@ -90,7 +89,15 @@ def _convolve(x, delta, base, num_query_per_req: int, groups: int, side: int) ->
     return out
 
 
-def launch_side0(x, delta, base, num_query_per_req, groups, columns=SIDE_0_COLUMNS, warps=SIDE_0_WARPS):
+def launch_side0(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    base: torch.Tensor,
+    num_query_per_req: int,
+    groups: int,
+    columns: int = SIDE_0_COLUMNS,
+    warps: int = SIDE_0_WARPS,
+) -> torch.Tensor:
     """`conv_side0` without the checks (the benchmark sweeps columns and warps)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     columns = min(columns, triton.next_power_of_2(x.shape[1]))
@@ -108,7 +115,17 @@ def launch_side0(x, delta, base, num_query_per_req, groups, columns=SIDE_0_COLUM
     return out
 
 
-def launch_side1(y, delta, base, residual, norm_weight, eps, num_query_per_req, groups, warps=None):
+def launch_side1(
+    y: torch.Tensor,
+    delta: torch.Tensor,
+    base: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    num_query_per_req: int,
+    groups: int,
+    warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`conv_side1_add_norm` without the checks (the benchmark sweeps warps)."""
     normed, total = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in range(2))
     residual = _unit_columns(residual)
@@ -157,7 +174,7 @@ def _launch(kernel, x, delta, base, *arguments, num_query_per_req, groups, colum
 
 
 def side1_warps(columns: int) -> int:
-    """One program owns a row: a load of 16 bytes in bf16 a thread, and more of them beyond 2048 columns."""
+    """One program owns a row: a load of 16 bytes in bf16 per thread, and more of them beyond 2048 columns."""
     return max(1, min(8, columns // 256))
 
 
@@ -170,7 +187,7 @@ def side1_registers(tap_bytes: int) -> dict[str, int]:
 def _run(x: torch.Tensor, groups: int) -> int:
     """Consecutive columns of one group that a thread loads at once: 16 bytes or as many as divide the group.
 
-    Exactly a load's: then the layout of one delta a run is that of the loads, and nothing is
+    Exactly a load's: then the layout of one delta per run is that of the loads, and nothing is
     moved between threads.
     """
     group = x.shape[1] // groups

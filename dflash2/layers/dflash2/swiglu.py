@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The activation of a gated MLP: silu(gate) * up.
 
-vLLM's kernel runs one block a row, so that the few rows of a draft step leave most of the GPU idle;
+vLLM's kernel runs one block per row, so that the few rows of a draft step leave most of the GPU idle;
 this one also cuts the row.
 """
 
@@ -17,7 +17,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
     Rows may have any stride. Arithmetic is float32, rounded once. Raises ValueError for an odd width.
     """
-    rows, width = gate_up.shape
+    width = gate_up.shape[1]
     if width % 2:
         raise ValueError(f"silu_and_mul: gate_up has {width} columns; gate and up need the same number each")
     if HAS_TRITON and gate_up.is_cuda:

@@ -15,7 +15,7 @@ maxima reach it, are ranked, by counting for each how many are before it.
 
 From a row in which too many reach the bound (many ties, fewer than k finite logits) the best k are
 taken one after another, each from the group whose maximum is best; that takes about a microsecond
-a logit, whatever the row holds. Groups are consecutive logits, so that of equal maxima the one of
+per logit, whatever the row holds. Groups are consecutive logits, so that of equal maxima the one of
 the lower group has the lower id.
 """
 
@@ -252,7 +252,7 @@ def _find(
 
 @triton.jit
 def _find_in_groups(logits_ptr, found_ptr, valid, count, bound, GROUP: tl.constexpr, SLOTS: tl.constexpr):
-    """`_find`'s second half: from the `count` groups at found_ptr to the columns of their logits that reach the bound."""
+    """`_find`'s second half: from `count` groups at found_ptr to the columns of their logits that reach the bound."""
     slot = tl.arange(0, SLOTS)
     group = tl.load(found_ptr + slot, mask=slot < count, other=0)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

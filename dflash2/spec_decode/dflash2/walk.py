@@ -35,7 +35,7 @@ def _walk_kernel(
     seeds_ptr,  # [max_num_reqs]
     vocab_size,
     # Scratch
-    noise_ptr,  # [num_reqs, S, K], None where draft_logits is
+    noise_ptr,  # [num_reqs, S, K], None if draft_logits is
     S: tl.constexpr,
     K: tl.constexpr,
     RANK: tl.constexpr,
@@ -175,10 +175,10 @@ def walk(
     """Walk one path through every request's candidates, into draft_tokens [num_reqs, S].
 
     The score of candidate b after token p is unary(b) + <A[p] * W h, P[b]> in float32, with the
-    projected state W h and the codebooks A and P [vocab_size, rank]; only the row A[p] of the token chosen last is touched.
-    Without draft_logits the best candidate is taken at each step. With it, a token is drawn from
-    softmax(scores / T), and scores / T (the raw scores where T is 0) replace what the request's
-    slot holds: -inf but for the K candidates.
+    projected state W h and the codebooks A and P [vocab_size, rank]; only the row A[p] of the token
+    chosen last is touched. Without draft_logits the best candidate is taken at each step. With it, a
+    token is drawn from softmax(scores / T), and scores / T (the raw scores if T is 0) replace what the
+    request's slot holds: -inf but for the K candidates.
 
     candidate_ids  [num_reqs * S, K] int64       unary    [num_reqs * S, K] float32
     projected      [num_reqs * S, rank], W h: the hidden states after the selector's projection

@@ -92,3 +92,7 @@ def pip(python, arguments):
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
     quiet = None if sys.stdout.isatty() else subprocess.DEVNULL
     return subprocess.run([*command, *arguments], stdout=quiet, stderr=subprocess.PIPE, text=True)
+
+
+if __name__ == "__main__":  # environment.py VENV REQUIREMENTS..., for tests/run.py
+    ensure(Path(sys.argv[1]), sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Fixtures that all tests share; see support/trees.py for what they copy."""
+"""Fixtures that all tests share. support/runner.py makes the trees once for all of its processes."""
 
 import os
 import sys
@@ -6,22 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from _patchdata import HOME
 from tests.support.settings import ENGINE_ENVIRONMENT
-from tests.support.trees import REPO, TINY, apply_all, changed_files, copy_tree, run_group, vllm_distribution
+from tests.support.trees import REPO, TINY, copy_tree, make_patched, make_pristine, run_group
+
+
+def pytest_addoption(parser):
+    parser.addoption("--unpatched", action="store_true", help="tests/patched: run what must fail without our patches")
 
 
 @pytest.fixture(scope="session")
-def pristine(tmp_path_factory):
+def trees():
+    """Folder with the trees that the runner made, pristine and patched, or None."""
+    return Path(os.environ["DFLASH2_TREES"]) if "DFLASH2_TREES" in os.environ else None
+
+
+@pytest.fixture(scope="session")
+def pristine(trees, tmp_path_factory):
     """A site-packages folder with an unpatched vLLM 0.27.1. Shared by all tests: never write to it."""
-    found = vllm_distribution()
-    assert found.version.split("+")[0] == "0.27.1", f"the tests need vLLM 0.27.1, this Python has {found.version}"
-    site = copy_tree(Path(found.locate_file("")), tmp_path_factory.mktemp("pristine"))
-    if (site / HOME).exists():  # the demo has been here; RECORD says so too, and is true of it
-        reverted = apply_all("--root", site, "--revert")
-        assert reverted.returncode == 0, reverted.stderr
-    assert changed_files(site) == [], "this vLLM was edited: reinstall it before testing"
-    return site
+    return trees / "pristine" if trees else make_pristine(tmp_path_factory.mktemp("pristine"))
 
 
 @pytest.fixture(scope="session")
@@ -35,12 +37,9 @@ def make_tree(pristine, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def patched(make_tree):
+def patched(trees, pristine, tmp_path_factory):
     """A site-packages folder to which apply_all.py was applied. Shared by all tests: never write to it."""
-    site = make_tree()
-    applied = apply_all("--root", site)
-    assert applied.returncode == 0, applied.stdout + applied.stderr
-    return site
+    return trees / "patched" if trees else make_patched(pristine, tmp_path_factory.mktemp("patched"))
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,40 @@
-"""Runs the tests: `python tests/run.py [pytest's arguments]`. Makes the demo's environment if need be."""
+"""Runs the tests: `python tests/run.py [GROUP or file ...] [pytest's arguments]`. Makes .venv if it is not there.
 
-import os
+    python tests/run.py                     everything but what needs a GPU
+    python tests/run.py tool                the patch tool's tests
+    python tests/run.py patched -k walk     of tests/patched, those whose names have "walk" in them
+
+The last line is `N passed, N failed, N skipped`, and the exit status is 0 if none failed and one at least ran.
+
+Each folder is a group. One process of pytest runs a group, several at a time; see support/runner.py.
+    tool      the patch tool and the documents; needs vLLM's files, imports none of them
+    patched   runs in a patched vLLM, which is first on PYTHONPATH: import what you test. Triton's kernels run in
+              its interpreter. What a patch cures is marked `@pytest.mark.needs_patch("its name")`; the same folder
+              is run again on an unpatched copy, where each test so marked must fail by an assertion (another
+              exception must be named: `needs_patch("its name", raises=TypeError)`). Only those run there, so import
+              what 0.27.1 does not have inside tests and fixtures, not at the top of a file that has such marks.
+    engine    starts whole engines, in processes of their own
+    gpu       what the checks on a GPU conclude from what they see, without one
+"""
+
 import subprocess
 import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "demo"))
-
-from environment import CPU, TESTS, TOOL, ensure  # noqa: E402
+REQUIREMENTS = ("demo/requirements-cpu.txt", "requirements.txt", "requirements-drift.txt", "tests/requirements.txt")
 
 
 def main(arguments):
-    python = ensure(REPO / ".venv", (CPU, TOOL, "requirements-drift.txt", TESTS))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # A later -m of the caller's replaces this one.
-    command = [python, "-m", "pytest", "-m", "not gpu", *arguments]
-    return subprocess.run(command, cwd=REPO, env=env).returncode
+    made = subprocess.run([sys.executable, REPO / "demo/environment.py", REPO / ".venv", *REQUIREMENTS])
+    if made.returncode:
+        return made.returncode
+    command = [REPO / ".venv/bin/python", "-m", "tests.support.runner", *arguments]
+    return subprocess.run(command, cwd=REPO).returncode
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -135,14 +135,17 @@ def test_a_wrong_argument_is_one_line(arguments, says):
     assert says in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
-def test_the_test_command_passes_arguments_on(monkeypatch):
-    asked = []
-    monkeypatch.setattr(tests_run, "ensure", lambda venv, requirements: "python")
-    monkeypatch.setattr(
-        tests_run.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=5)
-    )
-    assert tests_run.main(["-k", "walk"]) == 5
-    assert asked[0][:5] == ["python", "-m", "pytest", "-m", "not gpu"] and asked[0][-2:] == ["-k", "walk"]
+def test_the_test_command_makes_its_environment_and_passes_arguments_on(monkeypatch):
+    asked, answers = [], [0, 5, 7]
+
+    def run(command, **_):
+        return asked.append([str(part) for part in command]) or SimpleNamespace(returncode=answers.pop(0))
+
+    monkeypatch.setattr(tests_run.subprocess, "run", run)
+    assert tests_run.main(["patched", "-k", "walk"]) == 5
+    assert asked[0][1:] == [str(REPO / "demo/environment.py"), str(REPO / ".venv"), *tests_run.REQUIREMENTS]
+    assert asked[1] == [str(REPO / ".venv/bin/python"), "-m", "tests.support.runner", "patched", "-k", "walk"]
+    assert tests_run.main([]) == 7 and len(asked) == 3, "no environment, no tests"
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -1,36 +1,33 @@
 """layers/dflash2/context_kv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
-import json
 import types
 
 import pytest
 import torch
 
-from tests.support.answers import run_interpreted
 from tests.support.kernels import load_kernels
 from tests.support.kernels.context_kv import BIG, EPS, SMALL, Case, check, empty_pages, inputs
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """{name of case: what is wrong}, from one process that runs every small case without a GPU."""
-    return run_interpreted(__name__)
+def module():
+    return load_kernels("context_kv")
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_interpreted_kernel_matches_float32(interpreted, case):
-    assert interpreted[case.name] == []
+def test_interpreted_kernel_matches_float32(module, case):
+    assert check(module, case, "cpu") == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL + BIG, ids=lambda case: case.name)
-def test_kernel_matches_float32(case):
-    assert check(load_kernels("context_kv"), case, "cuda") == []
+def test_kernel_matches_float32(module, case):
+    assert check(module, case, "cuda") == []
 
 
 @pytest.mark.gpu
 def test_one_compilation_serves_every_number_of_tokens():
-    module = load_kernels("context_kv")
+    module = load_kernels("context_kv")  # nothing compiled yet
     for tokens in (1, 2, 16, 17, 100, 4096):
         assert check(module, Case("", 5, 8, 128, tokens), "cuda") == []
     ((compiled, *_),) = module._store_context_kv_kernel.device_caches.values()
@@ -69,11 +66,6 @@ FALLBACKS = {
     ]
     * 2,
 }
-
-
-@pytest.fixture(scope="module")
-def module():
-    return load_kernels("context_kv")
 
 
 def writer(module, layers, head_dim=64, **options):
@@ -126,8 +118,8 @@ def test_rows_of_one_buffer_become_offsets_made_once(module):
     assert instance._slot_offsets([rows[0], rows[0]]) is None
 
 
-def check_writer(module):
-    """Stores through the writer, one slot tensor a layer, and directly; whether the same bytes result."""
+def test_the_writer_stores_what_the_kernel_stores(module):
+    """Through the writer, one slot tensor per layer, and directly: the same bytes."""
     case = Case("", layers=3, groups=2)
     kv_flat, weights, cos_sin, positions, slots, scales, blocks = inputs(case, "cpu")
     direct, through = ([empty_pages(case, blocks, "cpu") for _ in range(case.layers)] for _ in range(2))
@@ -138,14 +130,4 @@ def check_writer(module):
     layers = [FakeLayer(view) for _, view in through]
     instance = module.ContextKVWriter(layers, weights, EPS, cos_sin, case.head_dim)
     instance.store(kv_flat, positions, [slots[0], slots[1], slots[0]])
-    return all(torch.equal(a, b) for (a, _), (b, _) in zip(direct, through, strict=True))
-
-
-def test_the_writer_stores_what_the_kernel_stores(interpreted):
-    assert interpreted["writer"] is True
-
-
-if __name__ == "__main__":
-    loaded = load_kernels("context_kv")
-    results = {case.name: check(loaded, case, "cpu") for case in SMALL}
-    print(json.dumps({**results, "writer": check_writer(loaded)}))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(direct, through, strict=True))

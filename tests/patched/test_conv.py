@@ -1,19 +1,10 @@
 """dflash2/layers/dflash2/conv.py against float32: small shapes through Triton's interpreter, big ones on a GPU."""
 
-import json
-
 import pytest
 import torch
 
-from tests.support.answers import run_interpreted
 from tests.support.kernels import load_kernels
 from tests.support.kernels.conv import BIG, EPS, SMALL, Case, check, inputs, kernels
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """{name of case: what is wrong}, from one process that runs every small case without a GPU."""
-    return run_interpreted(__name__)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +13,8 @@ def module():
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_interpreted_kernels_match_float32(interpreted, case):
-    assert interpreted[case.name] == []
+def test_interpreted_kernels_match_float32(module, case):
+    assert check(kernels(module), case, "cpu") == []
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -80,8 +71,3 @@ def test_no_rows(module):
     x, delta, base, weight = torch.zeros(0, 64), torch.zeros(0, 16), torch.zeros(2, 2, 64), torch.zeros(64)
     assert module.conv_side0(x, delta, base, 8).shape == (0, 64)
     assert [t.shape for t in module.conv_side1_add_norm(x, delta, base, x, weight, EPS, 8)] == [(0, 64)] * 2
-
-
-if __name__ == "__main__":
-    loaded = kernels(load_kernels("conv"))
-    print(json.dumps({case.name: check(loaded, case, "cpu") for case in SMALL}))

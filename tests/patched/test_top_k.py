@@ -1,19 +1,10 @@
 """dflash2/layers/dflash2/top_k.py against a stable sort: small rows through Triton's interpreter, big ones on a GPU."""
 
-import json
-
 import pytest
 import torch
 
-from tests.support.answers import run_interpreted
 from tests.support.kernels import load_kernels
 from tests.support.kernels.top_k import BIG, FP32, SMALL, TINY_TILE, Case, check, expected, logits_of
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """{name of case: what is wrong with a piece a program and with two}, from one process without a GPU."""
-    return run_interpreted(__name__)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +13,10 @@ def module():
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_interpreted_kernel_is_exact(interpreted, case):
-    assert interpreted[case.name] == [[], []]
+def test_interpreted_kernel_is_exact(module, case):
+    """With a piece per program and with two."""
+    tile = module.Tile(**TINY_TILE)
+    assert [check(module, case, "cpu", tile, pieces) for pieces in (1, 2)] == [[], []]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -93,9 +86,3 @@ def test_programs_fill_the_device_once(module):
 def test_no_rows(module):
     ids, values = module.top_k(torch.zeros(0, 100), 4)
     assert values.shape == ids.shape == (0, 4)
-
-
-if __name__ == "__main__":
-    loaded = load_kernels("top_k")
-    tile = loaded.Tile(**TINY_TILE)
-    print(json.dumps({case.name: [check(loaded, case, "cpu", tile, pieces) for pieces in (1, 2)] for case in SMALL}))

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
+from _patchdata import HOME
 
 REPO = Path(__file__).resolve().parent.parent.parent
 TINY = REPO / "demo" / "tiny"
@@ -28,7 +28,7 @@ def vllm_distribution():
             return metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-    pytest.exit("this Python has no vLLM: run the tests with `python tests/run.py`", returncode=3)
+    raise SystemExit("this Python has no vLLM: run the tests with `python tests/run.py`")
 
 
 def copy_file(source, destination):
@@ -99,3 +99,23 @@ def run_group(command, timeout, **options):
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def make_pristine(site):
+    """A copy of the installed vLLM in the folder `site`, without our patches. Returns the folder."""
+    found = vllm_distribution()
+    assert found.version.split("+")[0] == "0.27.1", f"the tests need vLLM 0.27.1, this Python has {found.version}"
+    copy_tree(Path(found.locate_file("")), site)
+    if (site / HOME).exists():  # the demo has been here; RECORD says so too, and is true of it
+        reverted = apply_all("--root", site, "--revert")
+        assert reverted.returncode == 0, reverted.stderr
+    assert changed_files(site) == [], "this vLLM was edited: reinstall it before testing"
+    return site
+
+
+def make_patched(pristine, site):
+    """A patched copy, in the folder `site`, of an unpatched tree. Returns the folder."""
+    copy_tree(pristine, site)
+    applied = apply_all("--root", site)
+    assert applied.returncode == 0, applied.stdout + applied.stderr
+    return site

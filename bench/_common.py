@@ -47,7 +47,7 @@ def load_upstream(path, *names, **imported):
 
 
 def precompile(worker, jobs):
-    """Runs worker(job) in one process a core, which leaves the kernels in Triton's disk cache."""
+    """Runs worker(job) in one process per core, which leaves the kernels in Triton's disk cache."""
     workers = min(len(jobs), max(1, (multiprocessing.cpu_count() or 2) - 1), 15)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(worker, jobs))
@@ -60,7 +60,7 @@ def rotations(bytes_per_call, most=64):
 
 
 def time_graph(calls, replays=15, least=32):
-    """Median microseconds a call: `calls` one after another in a CUDA graph, repeated to at least `least`."""
+    """Median microseconds per call: `calls` one after another in a CUDA graph, repeated to at least `least`."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def time_graph(calls, replays=15, least=32):
 
 
 def copy_bandwidth(bytes_copied=1 << 32):
-    """Bytes a second of a large elementwise kernel, read and written counted."""
+    """Bytes per second of a large elementwise kernel, read and written counted."""
     source = torch.empty(bytes_copied // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # Not copy_: that is a memcpy node, and slower than a kernel.

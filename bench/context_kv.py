@@ -2,12 +2,12 @@
 
     python -m bench.context_kv [--out DIR] [--upstream DIR]
 
-Correctness over the whole sweep comes first, against float32. Then microseconds a call, replayed as a
+Correctness over the whole sweep comes first, against float32. Then microseconds per call, replayed as a
 CUDA graph, at the dimensions of Qwen3.8-27B's drafter (5 layers, 8 KV heads of 128), for decode steps
 (batch × 8 rows) and prefills:
 
     ours      one kernel for all layers
-    0.27.1    what it replaces: a transposing copy, a norm, a rope and a cache write a layer, with vLLM's
+    0.27.1    what it replaces: a transposing copy, a norm, a rope and a cache write per layer, with vLLM's
               own kernels (needs the CUDA build of vLLM in this Python)
     upstream  vLLM 0.33.0's fused kernel (needs --upstream, a folder that holds its vllm/)
     floor     every value read once and written once at this card's copy bandwidth, or an empty kernel
@@ -71,7 +71,7 @@ def ours(module):
 
 
 def vllm_0_27_1():
-    """The path of 0.27.1 with its own kernels, or None where its CUDA build is not installed."""
+    """The path of 0.27.1 with its own kernels, or None if its CUDA build is not installed."""
     try:
         from vllm import _custom_ops as ops
 
@@ -158,12 +158,12 @@ def main() -> int:
     sizes = [(f"batch {b}", STEP * b) for b in BATCHES] + [(f"prefill {n}", n) for n in PREFILLS]
     sections = {}
     for name, dtype in DTYPES.items():
-        sections[f"{name} pages, µs a call"] = [
+        sections[f"{name} pages, µs per call"] = [
             {"what": what, "tokens": n, **measure(calls, n, dtype, module, bandwidth, empty)} for what, n in sizes
         ]
 
     def plot(axes):
-        rows = sections["bf16 pages, µs a call"]
+        rows = sections["bf16 pages, µs per call"]
         for column in (*calls, "floor"):
             if rows[0][column] is not None:
                 axes.loglog([r["tokens"] for r in rows], [r[column] for r in rows], marker="o", label=column)

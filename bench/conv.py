@@ -3,8 +3,8 @@
     python -m bench.conv [--out DIR] [--sweep] [--upstream FOLDER_WITH_VLLM_0.33.0]
 
 A draft step of a drafter of 5 layers filters 10 sublayer inputs (side 0) and 10 outputs (side 1);
-each of the latter is followed by a residual add and an RMSNorm. Times are microseconds a call or a
-step, replayed as a CUDA graph, every call on tensors of its own as in the step. "upstream fused" is
+each of the latter is followed by a residual add and an RMSNorm. Times are microseconds per call or
+per step, replayed as a CUDA graph, every call on tensors of its own as in the step. "upstream fused" is
 0.33.0's convolution for side 0 and its kernel that, like ours, does side 1, add and norm at once;
 "upstream, no add, no norm" is its convolution for both sides: less work than the others do.
 """
@@ -35,14 +35,14 @@ SHAPES = [
     *((batch, hidden, 2) for hidden in (2048, 4096, 6656, 8192) for batch in (1, 32)),
     *((batch, 5120, taps) for taps in (3, 4) for batch in (1, 32)),
 ]
-BLOCK = 8
+NUM_QUERY = 8  # rows per request
 SIDE_0_CHOICES = [(512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8)]  # columns, warps
 SIDE_1_CHOICES = [2, 4, 8, 16]  # warps
 
 
 def make_site(batch, hidden, taps):
     """One convolution's tensors: x, delta, base, residual, norm weight."""
-    rows, groups = batch * BLOCK, hidden // GROUP
+    rows, groups = batch * NUM_QUERY, hidden // GROUP
     shapes = ((rows, hidden), (rows, 2 * taps * groups), (2, taps, hidden), (rows, hidden), (hidden,))
     return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
 
@@ -51,12 +51,12 @@ def torch_conv(x, delta, base, side):
     """Float32 in PyTorch, eager."""
     rows, hidden = x.shape
     taps = base.shape[1]
-    x = x.float().view(-1, BLOCK, hidden)
-    delta = delta.view(rows, 2, taps, -1)[:, side].float().view(-1, BLOCK, taps, hidden // GROUP, 1)
+    x = x.float().view(-1, NUM_QUERY, hidden)
+    delta = delta.view(rows, 2, taps, -1)[:, side].float().view(-1, NUM_QUERY, taps, hidden // GROUP, 1)
     out = torch.zeros_like(x)
     for tap in range(taps):
         kernel = (base[side, tap].float().view(-1, GROUP) + delta[:, :, tap]).flatten(2)
-        out += kernel * F.pad(x, (0, 0, tap, 0))[:, :BLOCK]
+        out += kernel * F.pad(x, (0, 0, tap, 0))[:, :NUM_QUERY]
     return out.view(rows, hidden).to(torch.bfloat16)
 
 
@@ -74,8 +74,8 @@ def contenders(conv, upstream, taps):
 
     found = {
         "ours": (
-            lambda x, d, b, r, w: conv.conv_side0(x, d, b, BLOCK),
-            lambda x, d, b, r, w: conv.conv_side1_add_norm(x, d, b, r, w, EPS, BLOCK),
+            lambda x, d, b, r, w: conv.conv_side0(x, d, b, NUM_QUERY),
+            lambda x, d, b, r, w: conv.conv_side1_add_norm(x, d, b, r, w, EPS, NUM_QUERY),
         ),
         "torch": (lambda x, d, b, r, w: torch_conv(x, d, b, 0), torch_side1),
     }
@@ -87,13 +87,13 @@ def contenders(conv, upstream, taps):
         return d.view(len(d), 2, taps, -1)
 
     def upstream_side0(x, d, b, r, w):
-        return plain(x, shaped(d)[:, 0], b[0], BLOCK, GROUP)
+        return plain(x, shaped(d)[:, 0], b[0], NUM_QUERY, GROUP)
 
     def upstream_side1(x, d, b, r, w):
-        return plain(x, shaped(d)[:, 1], b[1], BLOCK, GROUP)
+        return plain(x, shaped(d)[:, 1], b[1], NUM_QUERY, GROUP)
 
     def upstream_fused(x, d, b, r, w):
-        return fused(x, shaped(d)[:, 1], b[1], r, w, EPS, BLOCK, GROUP)
+        return fused(x, shaped(d)[:, 1], b[1], r, w, EPS, NUM_QUERY, GROUP)
 
     return found | {
         "upstream fused": (upstream_side0, upstream_fused),
@@ -103,7 +103,7 @@ def contenders(conv, upstream, taps):
 
 def step_bytes(batch, hidden, taps):
     """Fewest bytes of 10 sides 0 and 10 sides 1 with add and norm, all bf16."""
-    rows = batch * BLOCK
+    rows = batch * NUM_QUERY
     side0 = 2 * rows * hidden
     side1 = 4 * rows * hidden + hidden
     coefficients = 2 * taps * (rows * hidden // GROUP + hidden)
@@ -146,12 +146,12 @@ def sweep(conv):
 
     side0 = [
         {"side": 0, "columns": columns, "warps": warps}
-        | times(lambda x, d, b, r, w: conv.launch_side0(x, d, b, BLOCK, groups, columns, warps))
+        | times(lambda x, d, b, r, w: conv.launch_side0(x, d, b, NUM_QUERY, groups, columns, warps))
         for columns, warps in SIDE_0_CHOICES
     ]
     side1 = [
         {"side": 1, "columns": 8192, "warps": warps}
-        | times(lambda x, d, b, r, w: conv.launch_side1(x, d, b, r, w, EPS, BLOCK, groups, warps))
+        | times(lambda x, d, b, r, w: conv.launch_side1(x, d, b, r, w, EPS, NUM_QUERY, groups, warps))
         for warps in SIDE_1_CHOICES
     ]
     return side0 + side1
@@ -199,7 +199,7 @@ def main():
     results = [measure(conv, upstream, shape, bandwidth) for shape in SHAPES]
     sections = {"20 convolutions of a step, µs": results}
     if args.sweep:
-        sections["Launch configurations, µs a call"] = sweep(conv)
+        sections["Launch configurations, µs per call"] = sweep(conv)
     write(args.out, "conv", sections, lambda axes: plot(axes, results, 20 * empty))
     return 1 if wrong else 0
 

@@ -2,8 +2,8 @@
 
     python -m bench.swiglu [--out DIR] [--sweep]
 
-vLLM's kernel is timed where vLLM is installed; newest upstream (0.33.0) uses the same. Times are
-microseconds a call, replayed as a CUDA graph, the input in L2 as right after the GEMM that wrote it.
+vLLM's kernel is timed if vLLM is installed; newest upstream (0.33.0) uses the same. Times are
+microseconds per call, replayed as a CUDA graph, the input in L2 as right after the GEMM that wrote it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from bench._common import copy_bandwidth, empty_kernel_time, precompile, require
 from tests.support.kernels import load_kernels
 from tests.support.kernels.swiglu import BIG, SMALL, check
 
-BLOCK = 8  # rows a request
+NUM_QUERY = 8  # rows per request
 SHAPES = [
     *((batch, 17408) for batch in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((batch, n) for n in (6144, 28672) for batch in (1, 32)),
@@ -49,7 +49,7 @@ def torch_silu_and_mul(x):
 
 
 def input_sets(batch, n):
-    return [torch.randn(batch * BLOCK, 2 * n, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)]
+    return [torch.randn(batch * NUM_QUERY, 2 * n, dtype=torch.bfloat16, device="cuda") for _ in range(SETS)]
 
 
 def measure(swiglu, vllm, shape, bandwidth):
@@ -61,7 +61,7 @@ def measure(swiglu, vllm, shape, bandwidth):
         "ours": time_graph([lambda x=x: swiglu.silu_and_mul(x) for x in sets]),
         "vLLM": vllm and time_graph([lambda x=x: vllm(x) for x in sets]),
         "torch": time_graph([lambda x=x: torch_silu_and_mul(x) for x in sets]),
-        "bytes alone": 6 * batch * BLOCK * n / bandwidth * 1e6,
+        "bytes alone": 6 * batch * NUM_QUERY * n / bandwidth * 1e6,
     }
 
 

@@ -2,8 +2,8 @@
 
     python -m bench.top_k [--out DIR] [--sweep] [--flashinfer]
 
-Newest upstream (0.33.0) has no kernel of its own here: it calls FlashInfer where that is installed
-and torch.topk elsewhere. Times are microseconds a call, replayed as a CUDA graph, over input sets
+Newest upstream (0.33.0) has no kernel of its own here: it calls FlashInfer if that is installed
+and torch.topk elsewhere. Times are microseconds per call, replayed as a CUDA graph, over input sets
 that do not stay in L2 ("in L2": over one set, as right after the LM head wrote it).
 """
 
@@ -24,7 +24,7 @@ from bench._common import (
 from tests.support.kernels import load_kernels
 from tests.support.kernels.top_k import BIG, SMALL, Case, check
 
-STEPS = 7  # rows a request
+STEPS = 7  # rows per request
 SHAPES = [
     *((batch, 248320, 16, torch.bfloat16) for batch in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((32, 248320, k, torch.bfloat16) for k in (4, 8, 32, 64)),
@@ -39,7 +39,7 @@ TILES = {  # piece, group, sets, slots, warps
     ],
     64: [(16384, 32, 128, 128, 8), (16384, 32, 128, 128, 16), (16384, 64, 128, 128, 8), (8192, 32, 128, 128, 8)],
 }  # fmt: skip
-PIECES = {1: (1,), 8: (2, 4, 8), 32: (4, 8, 16), 64: (4, 8, 16)}  # batch: pieces a program
+PIECES = {1: (1,), 8: (2, 4, 8), 32: (4, 8, 16), 64: (4, 8, 16)}  # batch: pieces per program
 
 
 def compile_one(job):
@@ -52,7 +52,7 @@ def compile_one(job):
 
 
 def jobs(cases, tiles):
-    """One job a compilation: what is specialised on is the tile, the number of groups and divisibility by 16."""
+    """One job per compilation: what is specialised on is the tile, the number of groups and divisibility by 16."""
     found = {}
     wanted = [(1, c.vocab, c.k, c.dtype, c.valid or c.vocab, c.stride, None) for c in cases]
     wanted += [(1, v, k, dtype, v, 0, None) for _, v, k, dtype in SHAPES]
@@ -100,7 +100,7 @@ def measure(top_k, shape, bandwidth, flashinfer):
 
 
 def sweep(top_k, tiles):
-    """Microseconds of each tile at batch 1, 8, 32 and 64, by pieces a program."""
+    """Microseconds of each tile at batch 1, 8, 32 and 64, by pieces per program."""
     rows = {batch: input_sets(batch * STEPS, 248320, torch.bfloat16) for batch in PIECES}
     return [
         {"K": k, **top_k.Tile(*tile)._asdict()}

@@ -12,7 +12,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
+from vllm.v1.worker.gpu.spec_decode.dflash2.walk import walk
 
 from bench._common import empty_kernel_time, load_upstream, require_gpu, time_graph, upstream_file, write
 

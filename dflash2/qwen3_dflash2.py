@@ -30,13 +30,9 @@ from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3ForCausalLM,
     DFlashQwen3Model,
 )
-from vllm.model_executor.models.qwen3_dflash2_checkpoint import (
-    DFlash2Config,
-    check_drafter,
-    check_tensors,
-    expected_tensors,
-)
+from vllm.model_executor.models.qwen3_dflash2_checkpoint import check_tensors, expected_tensors
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+from vllm.transformers_utils.configs.dflash2 import DFlash2Config
 
 
 class DFlash2Conv(nn.Module):
@@ -221,7 +217,6 @@ class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         draft_config = vllm_config.speculative_config.draft_model_config
         config = DFlash2Config.from_hf_config(draft_config.hf_config)
-        check_drafter(vllm_config, config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.top_k = config.selector_top_k
         # LogitsProcessor's own order is cap, then scale; get_top_k_tokens and

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.model_executor.models.qwen3_dflash2_checkpoint import DFlash2Config
+from vllm.transformers_utils.configs.dflash2 import DFlash2Config
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -42,7 +42,6 @@ class DFlash2Speculator(DFlashSpeculator):
         hf_config = vllm_config.speculative_config.draft_model_config.hf_config
         config = DFlash2Config.from_hf_config(hf_config)
         steps = vllm_config.speculative_config.num_speculative_tokens
-        check_steps(steps, getattr(hf_config, "block_size", None))
         cache = describe_cache(vllm_config, hf_config.vocab_size)
         if cache:
             logger.info("%s", cache)
@@ -200,20 +199,6 @@ def with_own_slots(block_tables: BlockTables, rows: int) -> BlockTables:
     tables = copy.copy(block_tables)
     tables.slot_mappings = block_tables.slot_mappings.new_zeros(block_tables.num_kv_cache_groups, rows)
     return tables
-
-
-def check_steps(steps: int, block_size: int | None) -> None:
-    """Refuse S <= 0; warn once if S is not what the checkpoint was trained for."""
-    if steps <= 0:
-        raise ValueError(f"DFlash2 drafter: num_speculative_tokens must be positive, got {steps}.")
-    if block_size is not None and steps != block_size - 1:
-        logger.warning_once(
-            "num_speculative_tokens is %d, but the DFlash2 drafter was trained with "
-            "block_size %d (%d draft tokens): expect a lower acceptance.",
-            steps,
-            block_size,
-            block_size - 1,
-        )
 
 
 def describe_cache(vllm_config: VllmConfig, vocab_size: int) -> str:

@@ -13,6 +13,8 @@ from patches import (
     draft_noise,
     draft_rope_length,
     draft_slots,
+    drafter_config,
+    drafter_method,
     fa3_geometry,
     fa3_window,
     float16_refused,
@@ -28,6 +30,7 @@ from patches import (
     reserve_slots,
     selection,
     spec_gates,
+    speculators_format,
     subclass_seams,
     token_budget,
     undrafted_rows,
@@ -73,10 +76,14 @@ PATCHES = (
     block_verify_noise.PATCH,
     bad_words.PATCH,
     min_p_logit_bias.PATCH,
+    drafter_config.PATCH,
+    drafter_method.PATCH,
+    speculators_format.PATCH,
 )
 
 # source, below this repo -> destination, below site-packages
 INSTALLED = {
+    "dflash2/configs/dflash2.py": "vllm/transformers_utils/configs/dflash2.py",
     "dflash2/qwen3_dflash2.py": "vllm/model_executor/models/qwen3_dflash2.py",
     "dflash2/qwen3_dflash2_checkpoint.py": "vllm/model_executor/models/qwen3_dflash2_checkpoint.py",
     "dflash2/speculator.py": "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py",

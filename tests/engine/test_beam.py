@@ -241,10 +241,12 @@ class Subject:
         plain = {k: v for k, v in SCALED.items() if k not in ("output_multiplier", "final_logit_softcapping")}
         write_pair(folder / "pair", plain, architectures=[BEAM], **LAYERS)
         self.draft = folder / "wide"
-        keys = json.loads((folder / "pair/draft/config.json").read_text()) | {"target_hidden_size": 160}
+        keys = json.loads((folder / "pair/draft/config.json").read_text())
         shapes = draft_shapes(keys) | {"fc.weight": (96, 2 * 160)}
         write(self.draft, keys, shapes, torch.Generator().manual_seed(2))
         self.config = config_of(folder / "pair/target", self.draft)
+        # Refused for a real target, whose layers are all as wide as H.
+        self.config.speculative_config.draft_model_config.hf_config.target_hidden_size = 160
         start_distributed(self.config)
         self.returned, load = [], DFlash2BeamForCausalLM.load_weights
         DFlash2BeamForCausalLM.load_weights = lambda m, w: self.returned.append(load(m, w)) or self.returned[-1]
@@ -433,7 +435,9 @@ def selector_refusal(subject, dtype):
 
 
 def built_refusals(subject):
-    """Of drafters that are built and not loaded: what their config or the engine's is refused for."""
+    """Of drafters that are not even built: what their config or the engine's is refused for."""
+    from vllm.transformers_utils.configs.dflash2 import check_engine
+
     mixed = {"layer_types": ["sliding_attention", "full_attention"]}
 
     def build(arguments=(), parallel=(), **keys):
@@ -441,10 +445,14 @@ def built_refusals(subject):
         folder.mkdir()
         config = json.loads((subject.draft / "config.json").read_text()) | keys
         (folder / "config.json").write_text(json.dumps(config))
-        engine_config = config_of(subject.folder / "pair/target", folder, load_format="dummy", **dict(arguments))
-        for key, value in dict(parallel).items():  # one process cannot start two ranks
-            setattr(engine_config.parallel_config, key, value)
-        return error_of(lambda: load_drafter(engine_config))
+
+        def config():
+            engine_config = config_of(subject.folder / "pair/target", folder, load_format="dummy", **dict(arguments))
+            for key, value in dict(parallel).items():  # one process cannot start two ranks
+                setattr(engine_config.parallel_config, key, value)
+            check_engine(engine_config)
+
+        return error_of(config)
 
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
     return {

@@ -50,12 +50,6 @@ def test_a_bad_config_is_refused_by_key_and_value(found):
         assert ("is missing" if value is None else repr(value)) in error, f"{key} = {value}: {error}"
 
 
-def test_steps_that_the_drafter_was_not_trained_for_warn_once(found):
-    assert found["steps"]["as trained"] == ""
-    assert found["steps"]["other"].count("num_speculative_tokens is 3") == 1
-    assert found["steps"]["raised"] == [0, -1]
-
-
 def reference_walk(given, request):
     """Scores [S, K] along the tokens that the walk chose, in float32."""
     steps = given["draft_tokens"].shape[1]

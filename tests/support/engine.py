@@ -35,7 +35,7 @@ class Job:
     """target, draft  checkpoint folders; draft None decodes without a drafter
     prompts         token ids
     runs            a sampling run each: temperature, max_tokens, seed
-    speculative     further keys of the speculative config
+    speculative     further keys of the speculative config; the checkpoint alone is enough
     break_tensors   also try to load the drafter's weights with each tensor deleted, then misshapen
     tensor_parallel_size  ranks; more than one are processes of their own, whose drafts are not recorded
     """
@@ -45,13 +45,13 @@ class Job:
     runs: list
     draft: str | None = None
     dtype: str = "float32"
-    speculative: dict = field(default_factory=lambda: {"num_speculative_tokens": 7})
+    speculative: dict = field(default_factory=dict)
     break_tensors: bool = False
     tensor_parallel_size: int = 1
 
 
 def start(job):
-    speculative = job.draft and {"method": "dflash", "model": job.draft, **job.speculative}
+    speculative = job.draft and {"model": job.draft, **job.speculative}
     return LLM(
         job.target,
         dtype=job.dtype,

@@ -256,6 +256,9 @@ SHIPPED_SINCE = {
     "fresh-states": None,
     "grammar-end": "0.29.0",
     "block-verify-noise": "0.33.0",
+    "drafter-config": None,
+    "drafter-method": None,
+    "speculators-format": "0.29.0",
     "dflash2/": "0.28.0",
     "dflash2/beam/": "0.33.0",
 }

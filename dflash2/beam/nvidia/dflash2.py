@@ -14,7 +14,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash2 import (
     DFlash2CandidateSelector,
     DFlash2Qwen3ForCausalLM,
@@ -99,10 +98,6 @@ class DFlash2BeamModel(DFlash2Qwen3Model):
 class DFlash2BeamForCausalLM(DFlash2Qwen3ForCausalLM):
     model_cls = DFlash2BeamModel
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        check_beam_drafter(vllm_config)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-
 
 def one_slot_mapping(
     slot_mapping: torch.Tensor | Sequence[torch.Tensor | None] | None,
@@ -151,32 +146,3 @@ def check_caches(attn_layers: Sequence[nn.Module]) -> None:
             f"DFlash2 Beam drafter: its layers' KV caches differ: {shown}. Draft with "
             "architecture DFlash2DraftModel, which serves them."
         )
-
-
-def check_beam_drafter(vllm_config: VllmConfig) -> None:
-    """Refuse at start-up what the Qwen3 drafter serves and this one does not.
-
-    Raises NotImplementedError naming the key and its value.
-    """
-    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
-    if getattr(hf_config, "attention_bias", False):
-        raise NotImplementedError(
-            "DFlash2 Beam drafter: attention_bias is true in the draft model's config.json, "
-            "and this drafter has no attention biases. Draft with architecture "
-            "DFlash2DraftModel, which has."
-        )
-    layer_types = getattr(hf_config, "layer_types", None) or []
-    one_group = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    if len(set(layer_types)) > 1 and not one_group:
-        raise NotImplementedError(
-            f"DFlash2 Beam drafter: layer_types {list(layer_types)} put its layers into "
-            "different KV cache groups, and this drafter needs one. Draft with architecture "
-            "DFlash2DraftModel, or serve with --disable-hybrid-kv-cache-manager."
-        )
-    parallel = vllm_config.parallel_config
-    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, key) > 1:
-            raise NotImplementedError(
-                f"DFlash2 Beam drafter: {key} is {getattr(parallel, key)}, and its context "
-                "K/V cannot be split over ranks; serve with 1."
-            )

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -114,12 +115,18 @@ def run(jobs: list[tuple[Path, list[str], Path]]) -> list[Outcome]:
                         command, cwd=folder, env=environment(site), stdout=out, stderr=out, process_group=0
                     )
                 processes.append((process, report, log))
-            for process, _, _ in processes:
-                process.wait(RUN_LIMIT_S)
+            deadline = time.monotonic() + RUN_LIMIT_S
+            for process, _, log in processes:
+                try:
+                    process.wait(max(0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    with log.open("a") as out:
+                        print(f"\nended after {RUN_LIMIT_S} s", file=out)
         finally:
             for process, _, _ in processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         return [outcome(report, log) for _, report, log in processes]
 
 

@@ -67,6 +67,12 @@ def test_later_releases_tests_must_all_pass(world, capsys, after, file, status, 
     assert said in capsys.readouterr().out
 
 
+def test_a_run_that_never_ends_has_not_passed(world, capsys, monkeypatch):
+    monkeypatch.setattr(upstream, "RUN_LIMIT_S", 0)
+    assert upstream.before_and_after("few", *world(1, 1, "tests/test_a.py")) == 1
+    assert "ended after 0 s" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("index", "said"),
     [("http://127.0.0.1:9/simple", "could not be read"), ("empty", "has no source distribution of vLLM 0.27.1")],

@@ -8,8 +8,10 @@ The third, that no round draws the noise of another again, is in the seeds the i
 """
 
 import copy
+import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -21,10 +23,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
     DFlashSpeculator,
     prepare_dflash_inputs,
 )
+from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
 from vllm.v1.worker.gpu.spec_decode.dflash2.walk import walk
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -33,16 +37,25 @@ logger = init_logger(__name__)
 # The LM head scores so many draft rows at once. More gain it no speed and cost rows x vocabulary: a full
 # batch of 1,024 requests x 15 drafts would take 7 GiB from the KV cache at a vocabulary of 248,320.
 MAX_LOGIT_ROWS = 2048
+# Set to 1, the proposal is cached and verified as a row of the vocabulary per draft token, as other drafters' is.
+DENSE_PROPOSAL = "DFLASH2_DENSE_PROPOSAL"
 
 
 class DFlash2Speculator(DFlashSpeculator):
     _speculator_name = "DFlash2"
 
+    # None if drafts are greedy. `draft_logits` is this, or its dense form.
+    proposal: SparseProposal | None = None
+    truncation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    truncated = False
+    # The runner's, which knows the requests' sampling parameters.
+    sampling_states: SamplingStates | None = None
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         hf_config = vllm_config.speculative_config.draft_model_config.hf_config
         config = DFlash2Config.from_hf_config(hf_config)
         steps = vllm_config.speculative_config.num_speculative_tokens
-        cache = describe_cache(vllm_config, hf_config.vocab_size)
+        cache = describe_cache(vllm_config, hf_config.vocab_size, config.selector_top_k)
         if cache:
             logger.info("%s", cache)
         try:
@@ -55,9 +68,18 @@ class DFlash2Speculator(DFlashSpeculator):
         # given for them: the rows are counted by requests, not by max_num_batched_tokens.
         self.max_num_tokens = max(self.max_num_tokens, self.max_num_reqs * self.num_query_per_req)
         self.input_buffers = InputBuffers(self.max_num_reqs, self.max_num_tokens, device)
-        # The columns of draft_logits that are not -inf, so that a draft clears K
-        # of them and not the vocabulary.
-        self.cached_ids = torch.zeros(self.max_num_reqs, steps, config.selector_top_k, dtype=torch.int64, device=device)
+
+    def make_draft_logits(self, vllm_config: VllmConfig) -> "torch.Tensor | SparseProposal":
+        hf_config = self.draft_model_config.hf_config
+        k = DFlash2Config.from_hf_config(hf_config).selector_top_k
+        shape = (self.max_num_reqs, self.num_speculative_steps, k)
+        self.proposal = SparseProposal.empty(*shape, self.vocab_size, self.device)
+        self.truncation = (
+            torch.full((self.max_num_reqs,), k, dtype=torch.int32, device=self.device),
+            torch.ones(self.max_num_reqs, device=self.device),
+            torch.zeros(self.max_num_reqs, device=self.device),
+        )
+        return super().make_draft_logits(vllm_config) if dense_proposal() else self.proposal
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         return torch.float32, float("-inf")
@@ -101,8 +123,29 @@ class DFlash2Speculator(DFlashSpeculator):
         The scheduler pads a new request's drafts with token 0, which were never
         drawn; a verifier must read q(0) = 1 for them, or it emits them unseen.
         """
-        super().reset_slot(req_idx)
-        self.cached_ids[req_idx].zero_()
+        if self.proposal is not None:
+            self.proposal.reset(req_idx)
+        if isinstance(self.draft_logits, torch.Tensor):
+            super().reset_slot(req_idx)
+
+    def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.proposal is not None and self.sampling_states is not None:
+            self._follow_truncation(input_batch.idx_mapping_np)
+        return super().propose(input_batch, *args, **kwargs)
+
+    def _follow_truncation(self, slots: np.ndarray) -> None:
+        """Copy top-k, top-p and min-p to where the captured walk reads them, if a request of the batch has any."""
+        states = self.sampling_states
+        wanted = bool(
+            np.any(states.top_k.np[slots] != states.vocab_size)
+            or np.any(states.top_p.np[slots] != 1.0)
+            or np.any(states.min_p.np[slots] != 0.0)
+        )
+        # The batch after one that was truncated has to take it out again.
+        if wanted or self.truncated:
+            for buffer, state in zip(self.truncation, (states.top_k, states.top_p, states.min_p), strict=True):
+                buffer.copy_(state.gpu)
+        self.truncated = wanted
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
@@ -181,8 +224,9 @@ class DFlash2Speculator(DFlashSpeculator):
             sample_pos=self.sample_pos[:num_sample],
             temperature=self.temperature,
             seeds=self.seeds,
-            draft_logits=self.draft_logits,
-            cached_ids=self.cached_ids,
+            proposal=self.proposal,
+            draft_logits=self.draft_logits if isinstance(self.draft_logits, torch.Tensor) else None,
+            truncation=self.truncation,
             use_fp64=self.use_fp64_gumbel,
         )
 
@@ -201,15 +245,26 @@ def with_own_slots(block_tables: BlockTables, rows: int) -> BlockTables:
     return tables
 
 
-def describe_cache(vllm_config: VllmConfig, vocab_size: int) -> str:
+def dense_proposal() -> bool:
+    value = os.environ.get(DENSE_PROPOSAL, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{DENSE_PROPOSAL} must be 0 or 1, got {value!r}.")
+    return value == "1"
+
+
+def describe_cache(vllm_config: VllmConfig, vocab_size: int, top_k: int) -> str:
     """What the cached proposal takes, in words; empty if drafting is greedy."""
     spec_config = vllm_config.speculative_config
     if spec_config.draft_sample_method != "probabilistic":
         return ""
     seqs = vllm_config.scheduler_config.max_num_seqs
     steps = spec_config.num_speculative_tokens
-    gib = seqs * steps * vocab_size * 4 / 2**30
-    return (
-        f"The cached proposal distribution takes {gib:.2f} GiB: max_num_seqs {seqs} "
-        f"x {steps} draft tokens x vocabulary {vocab_size}, float32."
-    )
+    rows = f"max_num_seqs {seqs} x {steps} draft tokens x"
+    if dense_proposal():
+        gib = seqs * steps * vocab_size * 4 / 2**30
+        return (
+            f"The cached proposal distribution takes {gib:.2f} GiB: {rows} vocabulary {vocab_size}, float32, "
+            f"since {DENSE_PROPOSAL} is 1."
+        )
+    mib = seqs * steps * top_k * 12 / 2**20
+    return f"The cached proposal distribution takes {mib:.2f} MiB: {rows} {top_k} candidates, id and score."

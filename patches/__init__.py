@@ -29,6 +29,7 @@ from patches import (
     registry,
     reserve_slots,
     selection,
+    sparse_proposal,
     spec_gates,
     speculators_format,
     subclass_seams,
@@ -79,6 +80,7 @@ PATCHES = (
     drafter_config.PATCH,
     drafter_method.PATCH,
     speculators_format.PATCH,
+    sparse_proposal.PATCH,
 )
 
 # source, below this repo -> destination, below site-packages
@@ -88,6 +90,7 @@ INSTALLED = {
     "dflash2/qwen3_dflash2_checkpoint.py": "vllm/model_executor/models/qwen3_dflash2_checkpoint.py",
     "dflash2/speculator.py": "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py",
     "dflash2/spec_decode/dflash2/__init__.py": "vllm/v1/worker/gpu/spec_decode/dflash2/__init__.py",
+    "dflash2/spec_decode/dflash2/rejection.py": "vllm/v1/worker/gpu/spec_decode/dflash2/rejection.py",
     "dflash2/spec_decode/dflash2/walk.py": "vllm/v1/worker/gpu/spec_decode/dflash2/walk.py",
     "dflash2/layers/dflash2/__init__.py": "vllm/model_executor/layers/dflash2/__init__.py",
     "dflash2/layers/dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",

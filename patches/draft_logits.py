@@ -28,13 +28,13 @@ PATCH = Patch(
             )
 """,
             new='''\
-            dtype, fill = self.draft_logits_spec(vllm_config)
-            self.draft_logits = torch.full(
-                (self.max_num_reqs, self.num_speculative_steps, self.vocab_size),
-                fill,
-                dtype=dtype,
-                device=device,
-            )
+            self.draft_logits = self.make_draft_logits(vllm_config)
+
+    def make_draft_logits(self, vllm_config: VllmConfig) -> torch.Tensor:
+        """The cached proposal of every request slot: [max_num_reqs, S, vocab_size]."""
+        dtype, fill = self.draft_logits_spec(vllm_config)
+        shape = (self.max_num_reqs, self.num_speculative_steps, self.vocab_size)
+        return torch.full(shape, fill, dtype=dtype, device=self.device)
 
     def draft_logits_spec(self, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         """(dtype, fill value) of the cached proposal distribution."""

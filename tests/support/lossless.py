@@ -120,9 +120,11 @@ class Slots:
         self.temperature = torch.zeros(count, dtype=torch.float32, device=device)
         self.drafted = torch.zeros(count, dtype=torch.bool, device=device)
         self.drafts = torch.zeros(count, case.steps, dtype=torch.int64, device=device)
+        # The proposal, as K ids and scores and as rows of the vocabulary.
+        self.ids = torch.zeros(count, case.steps, case.k, dtype=torch.int64, device=device)
+        self.scores = torch.full(self.ids.shape, float("-inf"), dtype=torch.float32, device=device)
         shape = (count, case.steps, V)
         self.draft_logits = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
-        self.cached_ids = torch.zeros(count, case.steps, case.k, dtype=torch.int64, device=device)
 
     def take(self, slots, samples):
         """New requests `samples` take `slots`; everything about one follows from its number."""
@@ -140,9 +142,9 @@ class Slots:
         self.drafts[slots] = 0
         if self.case.fault != "slot not reset":
             # As reset_slot, many at a time.
-            self.draft_logits[slots] = float("-inf")
-            self.draft_logits[slots, :, 0] = 0.0
-            self.cached_ids[slots] = 0
+            self.draft_logits[slots] = self.scores[slots] = float("-inf")
+            self.draft_logits[slots, :, 0] = self.scores[slots, :, 0] = 0.0
+            self.ids[slots] = 0
 
     def anchors(self, slots):
         return self.start[slots] + self.rel[slots]
@@ -173,7 +175,7 @@ class Transcribed:
         s.drafts[live] = torch.from_numpy(tokens)
         columns = torch.full((len(live), steps, V), float("-inf"))
         s.draft_logits[live] = columns.scatter_(2, ids, torch.from_numpy(scores))
-        s.cached_ids[live] = ids
+        s.ids[live], s.scores[live] = ids, torch.from_numpy(scores)
 
     def verify(self, live, counts, drafts, target):
         s = self.slots
@@ -192,6 +194,8 @@ class Transcribed:
 
 class Kernels:
     """Drafting and verification through the kernels of the patched vLLM, on any device."""
+
+    dense = False
 
     def __init__(self, world, slots):
         from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -245,7 +249,7 @@ class Kernels:
         )
 
     def draft(self, live):
-        from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
+        from vllm.v1.worker.gpu.spec_decode.dflash2.walk import walk
 
         w, s, n, steps = self.world, self.slots, len(live), self.slots.case.steps
         self.prepare(live)
@@ -267,10 +271,15 @@ class Kernels:
             self.samples[1][: n * steps] + shift,
             self.temperature,
             seeds,
-            s.draft_logits,
-            s.cached_ids,
+            self.proposal(),
+            s.draft_logits if self.dense else None,
         )
         s.drafts[live] = drafts
+
+    def proposal(self):
+        from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
+
+        return SparseProposal(self.slots.ids, self.slots.scores, V)
 
     def verify(self, live, counts, drafts, target):
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
@@ -281,9 +290,11 @@ class Kernels:
         tokens = torch.cat([s.token[live][:, None], drafts], 1)
         seeds = torch.zeros_like(s.seed)
         seeds[live] = verify_seed(s, live)
-        sampled, number = rejection_sample(
+        cached = s.draft_logits if self.dense else self.proposal()
+        # As RejectionSampler has it.
+        sampled, number = getattr(cached, "rejection_sample", rejection_sample)(
             target[kept],
-            s.draft_logits,
+            cached,
             tokens[kept],
             torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0)).to(torch.int32),
             (s.anchors(live)[:, None] + within)[kept],
@@ -296,6 +307,12 @@ class Kernels:
             use_block_verification=s.case.method == "block",
         )
         return sampled, number.long()
+
+
+class DenseKernels(Kernels):
+    """With the proposal as rows of the vocabulary, as DFLASH2_DENSE_PROPOSAL=1 has it."""
+
+    dense = True
 
 
 def draft_key(slots, live, anchor):
@@ -371,7 +388,9 @@ def first_tokens(case, samples, backend=Transcribed, width=2048, device="cpu", o
         if len(fresh):
             engine.draft(fresh)
         if case.fault == "raw cache":
-            slots.draft_logits[fresh] *= torch.where(slots.temperature == 0, 1.0, slots.temperature)[fresh, None, None]
+            raw = torch.where(slots.temperature == 0, 1.0, slots.temperature)[fresh, None, None]
+            slots.draft_logits[fresh] *= raw
+            slots.scores[fresh] *= raw
         counts, drafts = schedule(slots, live)
         sampled, number = engine.verify(live, counts, drafts, target_logits(world, slots, live, drafts))
         record(slots, live, sampled, number, output)
@@ -438,11 +457,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="run the kernels of the vLLM on PYTHONPATH")
     parser.add_argument("--out", type=Path, help="folder for lossless.json")
+    parser.add_argument("--dense", action="store_true", help="with --gpu: the proposal as rows of the vocabulary")
     parser.add_argument("--samples", type=int, help="requests at each temperature (GPU 400000, CPU 20000)")
     given = parser.parse_args()
     if given.gpu and not torch.cuda.is_available():
         raise SystemExit("error: --gpu needs a GPU that torch can see")
-    backend, width, device = (Kernels, 65536, "cuda") if given.gpu else (Transcribed, 2048, "cpu")
+    kernels = DenseKernels if given.dense else Kernels
+    backend, width, device = (kernels, 65536, "cuda") if given.gpu else (Transcribed, 2048, "cpu")
     samples = given.samples or (400_000 if given.gpu else 20_000)
     report, good = [], True
     print(

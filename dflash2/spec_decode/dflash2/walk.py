@@ -4,6 +4,7 @@
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noise
+from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
 from vllm.v1.worker.gpu.spec_decode.speculator import DRAFT_NOISE_OFFSET
 
 # With 4 a draft takes a twentieth longer on an H200, with 16 a sixth.
@@ -16,10 +17,11 @@ _NOISE_OFFSET = tl.constexpr(DRAFT_NOISE_OFFSET) if HAS_TRITON else DRAFT_NOISE_
 def _walk_kernel(
     # Outputs
     draft_tokens_ptr,  # [num_reqs, S]
-    draft_logits_ptr,  # [max_num_reqs, S, vocab_size] or None
+    proposal_ids_ptr,  # [max_num_reqs, S, K] or None, as the next one
+    proposal_scores_ptr,  # [max_num_reqs, S, K]
+    draft_logits_ptr,  # [max_num_reqs, S, vocab_size] or None: -inf but for the proposal's scores
     draft_logits_stride_req,
     draft_logits_stride_step,
-    cached_ids_ptr,  # [max_num_reqs, S, K]: where draft_logits is not -inf
     # Inputs
     candidate_ids_ptr,  # [num_reqs, S, K]
     unary_ptr,  # [num_reqs, S, K]
@@ -33,9 +35,12 @@ def _walk_kernel(
     sample_pos_ptr,  # [num_reqs * S]
     temperature_ptr,  # [max_num_reqs]
     seeds_ptr,  # [max_num_reqs]
+    top_k_ptr,  # [max_num_reqs] or None, as the next two
+    top_p_ptr,
+    min_p_ptr,
     vocab_size,
     # Scratch
-    noise_ptr,  # [num_reqs, S, K], None if draft_logits is
+    noise_ptr,  # [num_reqs, S, K], None if the proposal is
     S: tl.constexpr,
     K: tl.constexpr,
     RANK: tl.constexpr,
@@ -66,15 +71,17 @@ def _walk_kernel(
 
     temp = 0.0
     next_noise = tl.zeros([PADDED_K], tl.float32)
-    if draft_logits_ptr is not None:
+    if proposal_ids_ptr is not None:
         temp = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
         seed = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0)
-        draft_logits_ptr += slot * draft_logits_stride_req
-        cached_ids_ptr += slot * S * K
+        proposal_ids_ptr += slot * S * K
+        proposal_scores_ptr += slot * S * K
         steps = tl.arange(0, PADDED_S)[:, None]
         inside = (steps < S) & in_k[None, :]
-        live = (slot >= 0) & inside
-        stale = tl.load(cached_ids_ptr + steps * K + lanes[None, :], mask=live, other=0)
+        if draft_logits_ptr is not None:
+            draft_logits_ptr += slot * draft_logits_stride_req
+            live = (slot >= 0) & inside
+            stale = tl.load(proposal_ids_ptr + steps * K + lanes[None, :], mask=live, other=0)
         # Noise needs no score, so a whole draft's is made at once, spread over all threads, and not
         # within the steps, where it would take as long as everything else.
         cells = (first + steps) * K + lanes[None, :]
@@ -82,11 +89,18 @@ def _walk_kernel(
         pos = tl.load(sample_pos_ptr + first + steps, mask=steps < S, other=0) + _NOISE_OFFSET
         noise = tl.where(temp != 0.0, gumbel_noise(keys, seed, pos, USE_FP64), 0.0)
         tl.store(noise_ptr + cells, noise, mask=inside)
-        columns = draft_logits_ptr + steps * draft_logits_stride_step + stale
-        tl.store(columns, float("-inf"), mask=live)
+        if draft_logits_ptr is not None:
+            columns = draft_logits_ptr + steps * draft_logits_stride_step + stale
+            tl.store(columns, float("-inf"), mask=live)
         # Other threads read the noise, and write columns that were cleared here.
         tl.debug_barrier()
         next_noise = tl.load(noise_ptr + first * K + lanes, mask=in_k, other=0.0)
+    truncates = False
+    if top_k_ptr is not None:
+        top_k = tl.load(top_k_ptr + slot, mask=slot >= 0, other=K)
+        top_p = tl.load(top_p_ptr + slot, mask=slot >= 0, other=1.0)
+        min_p = tl.load(min_p_ptr + slot, mask=slot >= 0, other=0.0)
+        truncates = (temp != 0.0) & ((top_k < K) | (top_p < 1.0) | (min_p > 0.0))
     divisor = tl.where(temp == 0.0, 1.0, temp)
 
     # Only the predecessor's row waits for the token before it. The rest of a step is loaded while
@@ -103,7 +117,7 @@ def _walk_kernel(
                 row + 1, next_ids, successor_ptr, unary_ptr, projected_ptr, projected_stride,
                 lanes, in_k, dims, in_rank, K, RANK,
             )  # fmt: skip
-            if draft_logits_ptr is not None:
+            if proposal_ids_ptr is not None:
                 next_noise = tl.load(noise_ptr + (row + 1) * K + lanes, mask=in_k, other=0.0)
         gated = gate.to(tl.float32) * projected.to(tl.float32)
         scores = unary + tl.sum(successors.to(tl.float32) * gated, axis=1)
@@ -112,6 +126,9 @@ def _walk_kernel(
         # that is no number is never chosen, and a row without any falls to its first candidate.
         scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
         scores = tl.minimum(scores, 3.0e38)
+        if top_k_ptr is not None:
+            if truncates:
+                scores = _truncate(scores, lanes, top_k, top_p, min_p)
         best, pick = tl.max(scores + noise, axis=0, return_indices=True)
         pick = tl.where(best > float("-inf"), pick, 0)
         # From memory: picking it out of ids would be one more reduction.
@@ -120,12 +137,30 @@ def _walk_kernel(
             # Loaded before the stores, which it would otherwise wait behind.
             gate = tl.load(predecessor_ptr + token * RANK + dims, mask=in_rank, other=0.0)
         tl.store(draft_tokens_ptr + row, token)
-        if draft_logits_ptr is not None:
+        if proposal_ids_ptr is not None:
             hopeless = tl.where(lanes == 0, 0.0, scores)
             scores = tl.where(best > float("-inf"), scores, hopeless)
             keep = (slot >= 0) & in_k
-            tl.store(draft_logits_ptr + step * draft_logits_stride_step + ids, scores, mask=keep)
-            tl.store(cached_ids_ptr + step * K + lanes, ids, mask=keep)
+            tl.store(proposal_ids_ptr + step * K + lanes, ids, mask=keep)
+            tl.store(proposal_scores_ptr + step * K + lanes, scores, mask=keep)
+            if draft_logits_ptr is not None:
+                tl.store(draft_logits_ptr + step * draft_logits_stride_step + ids, scores, mask=keep)
+
+
+@triton.jit
+def _truncate(scores, lanes, top_k, top_p, min_p):
+    """scores [K] over T, -inf for the candidates that min-p, top-k or top-p leaves out, in the sampler's order."""
+    weights = tl.exp(scores - tl.max(scores, axis=0))
+    kept = weights >= min_p
+    # [candidate, the candidates ranked above it]
+    above = (scores[None, :] > scores[:, None]) | (
+        (scores[None, :] == scores[:, None]) & (lanes[None, :] < lanes[:, None])
+    )
+    kept = kept & (tl.sum(above.to(tl.int32), axis=1) < top_k)
+    weights = tl.where(kept, weights, 0.0)
+    mass_above = tl.sum(tl.where(above, weights[None, :], 0.0), axis=1)
+    kept = kept & (mass_above < top_p * tl.sum(weights, axis=0))
+    return tl.where(kept, scores, float("-inf"))
 
 
 @triton.jit
@@ -168,38 +203,42 @@ def walk(
     sample_pos: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
+    proposal: SparseProposal | None = None,
     draft_logits: torch.Tensor | None = None,
-    cached_ids: torch.Tensor | None = None,
+    truncation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     use_fp64: bool = False,
 ) -> None:
     """Walk one path through every request's candidates, into draft_tokens [num_reqs, S].
 
     The score of candidate b after token p is unary(b) + <A[p] * W h, P[b]> in float32, with the
     projected state W h and the codebooks A and P [vocab_size, rank]; only the row A[p] of the token
-    chosen last is touched. Without draft_logits the best candidate is taken at each step. With it, a
-    token is drawn from softmax(scores / T), and scores / T (the raw scores if T is 0) replace what the
-    request's slot holds: -inf but for the K candidates.
+    chosen last is touched. Without a proposal the best candidate is taken at each step. With one, a
+    token is drawn from softmax(scores / T), and the ids and scores / T (the raw scores if T is 0)
+    replace what the proposal holds for the request's slot. draft_logits is its dense form, -inf but for those scores.
+    `truncation`, the requests' top-k, top-p and min-p, takes candidates out before the draw, and out
+    of what is cached: any proposal is verified exactly, and this one is nearer to what is sampled from.
 
     candidate_ids  [num_reqs * S, K] int64       unary    [num_reqs * S, K] float32
     projected      [num_reqs * S, rank], W h: the hidden states after the selector's projection
     anchors        [num_reqs] int, the last verified token, at any stride
     idx_mapping    [num_reqs * S] int32, the request's slot, -1 for a padded request
     sample_pos     [num_reqs * S] int64, position of the drafted token
-    temperature, seeds  [max_num_reqs]
-    draft_logits   [max_num_reqs, S, vocab_size]  cached_ids  [max_num_reqs, S, K] int64
+    temperature, seeds, and each of truncation  [max_num_reqs]
+    draft_logits   [max_num_reqs, S, vocab_size]
     """
     num_reqs, steps = draft_tokens.shape
     k, rank = candidate_ids.shape[-1], projected.shape[-1]
     candidate_ids, unary = candidate_ids.contiguous(), unary.contiguous()
     noise = None
-    if draft_logits is not None:
+    if proposal is not None:
         noise = torch.empty_like(unary, dtype=torch.float64 if use_fp64 else torch.float32)
     _walk_kernel[(num_reqs,)](
         draft_tokens,
+        proposal.ids if proposal is not None else None,
+        proposal.scores if proposal is not None else None,
         draft_logits,
         draft_logits.stride(0) if draft_logits is not None else 0,
         draft_logits.stride(1) if draft_logits is not None else 0,
-        cached_ids,
         candidate_ids,
         unary,
         projected,
@@ -212,6 +251,7 @@ def walk(
         sample_pos,
         temperature,
         seeds,
+        *(truncation or (None, None, None)),
         predecessor_codebook.shape[0],
         noise,
         S=steps,

@@ -120,7 +120,7 @@ class Slots:
         self.temperature = torch.zeros(count, dtype=torch.float32, device=device)
         self.drafted = torch.zeros(count, dtype=torch.bool, device=device)
         self.drafts = torch.zeros(count, case.steps, dtype=torch.int64, device=device)
-        # The proposal, as K ids and scores and as rows of the vocabulary.
+        # The proposal, as K ids and scores, and as rows of the vocabulary for DenseKernels.
         self.ids = torch.zeros(count, case.steps, case.k, dtype=torch.int64, device=device)
         self.scores = torch.full(self.ids.shape, float("-inf"), dtype=torch.float32, device=device)
         shape = (count, case.steps, V)
@@ -150,6 +150,12 @@ class Slots:
         return self.start[slots] + self.rel[slots]
 
 
+def as_rows(ids, scores):
+    """The scores [n, S, K] of a sparse proposal, in rows of the vocabulary [n, S, V] that are -inf elsewhere."""
+    rows = torch.full((*ids.shape[:2], V), float("-inf"), device=ids.device)
+    return rows.scatter_reduce_(2, ids, scores, "amax")
+
+
 class Transcribed:
     """Drafting and verification through the NumPy transcription, on the CPU."""
 
@@ -173,15 +179,13 @@ class Transcribed:
             s.temperature[live].numpy(),
         )
         s.drafts[live] = torch.from_numpy(tokens)
-        columns = torch.full((len(live), steps, V), float("-inf"))
-        s.draft_logits[live] = columns.scatter_(2, ids, torch.from_numpy(scores))
         s.ids[live], s.scores[live] = ids, torch.from_numpy(scores)
 
     def verify(self, live, counts, drafts, target):
         s = self.slots
         sampled, number = transcription.verify(
             target.numpy(),
-            s.draft_logits[live].numpy(),
+            as_rows(s.ids[live], s.scores[live]).numpy(),
             drafts.numpy(),
             counts.numpy(),
             (s.anchors(live)[:, None] + torch.arange(s.case.steps + 1)).numpy(),

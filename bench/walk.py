@@ -12,6 +12,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
 from vllm.v1.worker.gpu.spec_decode.dflash2.walk import walk
 
 from bench._common import empty_kernel_time, load_upstream, require_gpu, time_graph, upstream_file, write
@@ -45,8 +46,7 @@ def shared(batch, k, rank, steps):
     return {
         "predecessor_codebook": books[0],
         "successor_codebook": books[1],
-        "draft_logits": torch.full((batch, steps, VOCAB), float("-inf"), device="cuda"),
-        "cached_ids": torch.zeros(batch, steps, k, dtype=torch.int64, device="cuda"),
+        "proposal": SparseProposal.empty(batch, steps, k, VOCAB, torch.device("cuda")),
     }
 
 
@@ -70,7 +70,7 @@ def torch_walk(draft, common):
 
 
 def check(case):
-    """Every cached row is scores / T of the token that was drawn before it, and -inf elsewhere."""
+    """What is cached are the candidates and their scores / T after the token that was drawn before them."""
     common = shared(*case)
     for _ in range(2):
         draft = inputs(*case)
@@ -79,9 +79,8 @@ def check(case):
         temperature = torch.where(draft["temperature"] == 0, 1.0, draft["temperature"])[:, None]
         for step in range(case[3]):
             ids, scores = torch_scores(draft, common, step, token)
-            expected = torch.full_like(common["draft_logits"][:, step], float("-inf"))
-            expected.scatter_(1, ids, scores / temperature)
-            torch.testing.assert_close(common["draft_logits"][:, step], expected, rtol=1e-3, atol=1e-3)
+            assert torch.equal(common["proposal"].ids[:, step], ids)
+            torch.testing.assert_close(common["proposal"].scores[:, step], scores / temperature, rtol=1e-3, atol=1e-3)
             token = draft["draft_tokens"][:, step]
             drawn = scores.gather(1, (ids == token[:, None]).int().argmax(1, keepdim=True))[:, 0]
             greedy = draft["temperature"] == 0
@@ -113,12 +112,15 @@ def measure(case, upstream):
     common, drafts = shared(*case), [inputs(*case) for _ in range(SETS)]
     row = {"batch": batch, "K": k, "rank": rank, "S": steps}
     row["ours"] = time_graph([lambda d=d: walk(**d, **common) for d in drafts])
+    truncation = tuple(torch.full((batch,), value, device="cuda") for value in (k, 0.9, 0.0))
+    row["ours, top-p"] = time_graph([lambda d=d: walk(**d, **common, truncation=truncation) for d in drafts])
     row["torch"] = time_graph([lambda d=d: torch_walk(d, common) for d in drafts])
     row["upstream"] = row["upstream, edges alone"] = None
     if upstream is None:
         return row
     edges, make_sampler = upstream
     sampler = make_sampler(batch, steps, k, torch.device("cuda"))
+    draft_logits = torch.full((batch, steps, VOCAB), float("-inf"), device="cuda")
 
     def score(d):
         return edges(
@@ -133,7 +135,7 @@ def measure(case, upstream):
 
     def select(d):
         names = ("sample_pos", "idx_mapping", "temperature", "seeds", "draft_tokens")
-        arguments = {name: d[name] for name in names} | {"draft_logits": common["draft_logits"], "use_fp64": False}
+        arguments = {name: d[name] for name in names} | {"draft_logits": draft_logits, "use_fp64": False}
         sampler.sample(d["candidate_ids"].view(batch, steps, k), score(d), batch, **arguments)
 
     row["upstream"] = time_graph([lambda d=d: select(d) for d in drafts])

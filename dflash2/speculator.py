@@ -54,7 +54,6 @@ class DFlash2Speculator(DFlashSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         hf_config = vllm_config.speculative_config.draft_model_config.hf_config
         config = DFlash2Config.from_hf_config(hf_config)
-        steps = vllm_config.speculative_config.num_speculative_tokens
         cache = describe_cache(vllm_config, hf_config.vocab_size, config.selector_top_k)
         if cache:
             logger.info("%s", cache)

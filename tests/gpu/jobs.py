@@ -382,7 +382,7 @@ def nan_rows(llm) -> dict:
 
 
 def count_nan_rows(worker) -> int:
-    return int(worker.model_runner.speculator.draft_logits.isnan().any(-1).sum())
+    return int(worker.model_runner.speculator.proposal.scores.isnan().any(-1).sum())
 
 
 def upstream(run: Run) -> dict:

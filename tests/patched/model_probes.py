@@ -100,17 +100,47 @@ def walk_inputs(requests, steps, k, rank, vocab, seed=0):
         "sample_pos": 100 + torch.arange(steps).repeat(requests),
         "temperature": torch.zeros(requests),
         "seeds": torch.arange(requests) + 3,
-        "draft_logits": torch.full((requests, steps, vocab), -torch.inf),
-        "cached_ids": torch.zeros(requests, steps, k, dtype=torch.int64),
+        "ids": torch.zeros(requests, steps, k, dtype=torch.int64),
+        "scores": torch.full((requests, steps, k), -torch.inf),
     }
 
 
-def walked(given):
-    """The arguments after the walk has run."""
-    from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import walk
+def walked(given, **others):
+    """The arguments after the walk has run, and the proposal as rows of the vocabulary."""
+    from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
+    from vllm.v1.worker.gpu.spec_decode.dflash2.walk import walk
 
-    walk(**given)
-    return given
+    vocab = len(given["predecessor_codebook"])
+    cached = {name: given[name] for name in ("ids", "scores")}
+    walk(
+        **{name: value for name, value in given.items() if name not in (*cached, "draft_logits")},
+        proposal=SparseProposal(**cached, vocab_size=vocab),
+        **others,
+    )
+    rows = torch.full((*given["ids"].shape[:2], vocab), -torch.inf)
+    return given | {"draft_logits": rows.scatter_reduce_(2, given["ids"], given["scores"], "amax")}
+
+
+def dense_walks():
+    """Two rounds that also keep the dense form: (that form, the sparse one as rows)."""
+    dense = torch.full((3, 2, 40), -torch.inf)
+    first = walk_inputs(3, 2, 3, 8, 40)
+    first["temperature"] = torch.tensor([0.0, 0.6, 1.3])
+    walked(first, draft_logits=dense)
+    second = walk_inputs(3, 2, 3, 8, 40, seed=1) | {name: first[name] for name in ("ids", "scores")}
+    return dense, walked(second, draft_logits=dense)["draft_logits"]
+
+
+def truncated_walks():
+    """One greedy request and four sampled ones: top-k 2, top-p 0.5, min-p 0.6, and all three at nothing."""
+    given = walk_inputs(5, 2, 8, 8, 40)
+    given["temperature"] = torch.tensor([0.0, 1.0, 1.0, 0.7, 1.0])
+    truncation = (
+        torch.tensor([1, 2, 40, 40, 40], dtype=torch.int32),
+        torch.tensor([0.1, 1.0, 0.5, 1.0, 1.0]),
+        torch.tensor([0.9, 0.0, 0.0, 0.6, 0.0]),
+    )
+    return walked(given, truncation=truncation)
 
 
 def greedy_walks():
@@ -125,7 +155,7 @@ def sampled_walks():
     first["temperature"] = torch.tensor([0.0, 0.6, 1.3])
     walked(first)
     second = walk_inputs(3, 2, 3, 8, 40, seed=1)
-    kept = {name: first[name] for name in ("temperature", "draft_logits", "cached_ids")}
+    kept = {name: first[name] for name in ("temperature", "ids", "scores")}
     return walked(second | kept)
 
 
@@ -152,7 +182,17 @@ def poisoned_rows():
     return clean["draft_tokens"], walked(dirty)["draft_tokens"]
 
 
-PROBES = (imports, registry, refusals, greedy_walks, sampled_walks, lost_rows, poisoned_rows)
+PROBES = (
+    imports,
+    registry,
+    refusals,
+    greedy_walks,
+    sampled_walks,
+    dense_walks,
+    truncated_walks,
+    lost_rows,
+    poisoned_rows,
+)
 
 if __name__ == "__main__":
     torch.save({probe.__name__: probe() for probe in PROBES}, Path(sys.argv[1]))

@@ -222,11 +222,18 @@ def cache_estimates():
     """What is said at start about the cached proposal: drafting greedily, then max_num_seqs 1, 64, 1024."""
     from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import describe_cache
 
-    found = [describe_cache(engine_config(15), 320)]
+    found = [describe_cache(engine_config(15), 320, 16)]
     for seqs in (1, 64, 1024):
         config = engine_config(15, max_num_seqs=seqs, max_num_batched_tokens=16384)
         config.speculative_config.draft_sample_method = "probabilistic"
-        found.append(describe_cache(config, 320))
+        found.append(describe_cache(config, 320, 16))
+    os.environ["DFLASH2_DENSE_PROPOSAL"] = "1"
+    try:
+        found.append(describe_cache(config, 320, 16))
+        os.environ["DFLASH2_DENSE_PROPOSAL"] = "yes"
+        found.append(refusal(lambda: describe_cache(config, 320, 16)))
+    finally:
+        del os.environ["DFLASH2_DENSE_PROPOSAL"]
     return found
 
 

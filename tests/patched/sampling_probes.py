@@ -133,6 +133,7 @@ def captured_slots():
 
 def reset_slots():
     """Cached proposal and candidate ids of a DFlash2 slot, and the proposal of another drafter's."""
+    from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
     from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -142,14 +143,16 @@ def reset_slots():
         concrete.__abstractmethods__ = frozenset()
         state = object.__new__(concrete)
         state.draft_logits = rows(3 * 2).view(3, 2, V).clone()
-        state.cached_ids = torch.full((3, 2, 4), 7)
-        before = state.draft_logits.clone()
+        state.proposal = SparseProposal(torch.full((3, 2, 4), 7), rows(3 * 2).view(3, 2, V)[..., :4].clone(), V)
+        before, scores = state.draft_logits.clone(), state.proposal.scores.clone()
         state.reset_slot(1)
         found[drafter.__name__] = {
             "proposal": torch.softmax(state.draft_logits[1], -1).tolist(),
-            "ids": state.cached_ids[1].unique().tolist(),
-            "others_kept": torch.equal(before[[0, 2]], state.draft_logits[[0, 2]]),
+            "sparse": [state.proposal.ids[1].tolist(), torch.softmax(state.proposal.scores[1], -1).tolist()],
+            "others_kept": torch.equal(before[[0, 2]], state.draft_logits[[0, 2]])
+            and torch.equal(scores[[0, 2]], state.proposal.scores[[0, 2]]),
         }
+        state.proposal = None
         state.draft_logits = None
         state.reset_slot(1)
     return found

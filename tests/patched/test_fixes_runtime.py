@@ -95,10 +95,14 @@ def test_a_layers_own_window_wins(found):
 
 def test_cache_estimate(found):
     """The S x K x V cache in words, for max_num_seqs 1, 64, 1024; nothing where drafting is greedy."""
-    greedy, *estimates = found("cache_estimates")
+    greedy, *sparse, dense, unknown = found("cache_estimates")
     assert greedy == ""
-    for seqs, text in zip((1, 64, 1024), estimates, strict=True):
-        assert f"max_num_seqs {seqs} x 15 draft tokens x vocabulary 320" in text
+    for seqs, text in zip((1, 64, 1024), sparse, strict=True):
+        assert f"max_num_seqs {seqs} x 15 draft tokens x 16 candidates" in text
+    # K ids of 8 bytes and K scores of 4 for each draft token, against the vocabulary in float32.
+    assert "takes 2.81 MiB" in sparse[-1] and "takes 0.02 GiB" in dense
+    assert "max_num_seqs 1024 x 15 draft tokens x vocabulary 320" in dense
+    assert unknown == {"refused": "ValueError: DFLASH2_DENSE_PROPOSAL must be 0 or 1, got 'yes'."}
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_a_slot_is_reset_for_its_next_request(found):
     for drafter, slot in found("reset_slots").items():
         assert slot["proposal"] == [[1.0] + [0.0] * (V - 1)] * 2, drafter
         assert slot["others_kept"], drafter
-    assert found("reset_slots")["DFlash2Speculator"]["ids"] == [0]
+    assert found("reset_slots")["DFlash2Speculator"]["sparse"] == [[[0] * 4] * 2, [[1.0, 0.0, 0.0, 0.0]] * 2]
 
 
 def test_padded_drafts_are_not_emitted_unseen(served):

@@ -89,6 +89,27 @@ def test_the_cache_holds_what_the_token_was_drawn_from_and_nothing_else(found):
         torch.testing.assert_close(given["draft_logits"][request], wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_the_dense_form_is_the_sparse_one_in_rows_of_the_vocabulary(found):
+    dense, sparse = found["dense_walks"]
+    assert torch.equal(dense, sparse)
+
+
+def test_the_proposal_leaves_out_what_the_requests_top_k_top_p_and_min_p_do(found):
+    given = found["truncated_walks"]
+    scores = [reference_walk(given, request) / t for request, t in enumerate((1.0, 1.0, 1.0, 0.7, 1.0))]
+    kept = [torch.ones(2, 8, dtype=torch.bool) for _ in scores]
+    kept[1] = scores[1] >= scores[1].topk(2).values[:, -1:]
+    ranked, order = scores[2].softmax(-1).sort(-1, descending=True)
+    kept[2].scatter_(1, order, ranked.cumsum(-1) - ranked < 0.5)
+    kept[3] = scores[3].softmax(-1) >= 0.6 * scores[3].softmax(-1).max(-1, keepdim=True).values
+    assert all(0 < (~mask).sum() for mask in kept[1:4]), "nothing to leave out"
+    for request, (score, mask) in enumerate(zip(scores, kept, strict=True)):
+        wanted = score.masked_fill(~mask, -torch.inf)
+        torch.testing.assert_close(given["scores"][request], wanted, atol=1e-5, rtol=1e-5)
+        for step, token in enumerate(given["draft_tokens"][request].tolist()):
+            assert token in given["ids"][request, step][mask[step]].tolist()
+
+
 def transcribed(given):
     """Tokens and scores of the NumPy walk, for counting; lossless.py says what it stands for."""
     requests, steps = given["draft_tokens"].shape
@@ -148,7 +169,7 @@ def test_nothing_that_is_lost_leaves_the_vocabulary_or_the_distribution(found):
     # +inf beats everything, NaN nothing.
     assert given["draft_tokens"][1, 0] == given["candidate_ids"][2, 2]
     # A padded request writes to no slot.
-    assert (given["draft_logits"][3] == -torch.inf).all() and np.all(given["cached_ids"][3].numpy() == 0)
+    assert (given["scores"][3] == -torch.inf).all() and (given["ids"][3] == 0).all()
 
 
 def test_the_walk_reads_only_the_chosen_predecessors_rows(found):

@@ -69,6 +69,10 @@ def start(job):
     )
 
 
+def cached(proposal, slot):
+    return proposal.ids[slot].to("cpu", copy=True), proposal.scores[slot].to("cpu", copy=True)
+
+
 def record_drafts():
     """Makes the speculator's walk append what it got and what it did to the list that is returned."""
     from vllm.v1.worker.gpu.spec_decode.dflash2 import speculator
@@ -91,7 +95,8 @@ def record_drafts():
                     "unary": call.unary[here].to("cpu", copy=True),
                     "tokens": call.draft_tokens[row].tolist(),
                     "temperature": float(call.temperature[slot]),
-                    "cached": None if call.draft_logits is None else call.draft_logits[slot].to("cpu", copy=True),
+                    # Ids and scores that the slot's proposal now holds.
+                    "cached": None if call.proposal is None else cached(call.proposal, slot),
                 }
             )
 

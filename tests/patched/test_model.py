@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -102,7 +101,7 @@ def test_the_proposal_leaves_out_what_the_requests_top_k_top_p_and_min_p_do(foun
     ranked, order = scores[2].softmax(-1).sort(-1, descending=True)
     kept[2].scatter_(1, order, ranked.cumsum(-1) - ranked < 0.5)
     kept[3] = scores[3].softmax(-1) >= 0.6 * scores[3].softmax(-1).max(-1, keepdim=True).values
-    assert all(0 < (~mask).sum() for mask in kept[1:4]), "nothing to leave out"
+    assert all((~mask).sum() > 0 for mask in kept[1:4]), "nothing to leave out"
     for request, (score, mask) in enumerate(zip(scores, kept, strict=True)):
         wanted = score.masked_fill(~mask, -torch.inf)
         torch.testing.assert_close(given["scores"][request], wanted, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,6 @@ is drawn from max(p - q, 0). Where q is 0, which is everywhere but at K ids, tha
 from dataclasses import dataclass
 
 import torch
-
 from vllm.triton_utils import tl, tldevice, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_block_argmax, tl_rand32
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import (

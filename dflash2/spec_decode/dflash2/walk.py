@@ -126,7 +126,8 @@ def _walk_kernel(
         # that is no number is never chosen, and a row without any falls to its first candidate.
         scores = tl.where(in_k & (scores == scores), scores, float("-inf"))
         scores = tl.minimum(scores, 3.0e38)
-        if top_k_ptr is not None:
+        # Nested: the outer one is decided when the kernel is compiled.
+        if top_k_ptr is not None:  # noqa: SIM102
             if truncates:
                 scores = _truncate(scores, lanes, top_k, top_p, min_p)
         best, pick = tl.max(scores + noise, axis=0, return_indices=True)

@@ -44,7 +44,7 @@ PIECES = {1: (1,), 8: (2, 4, 8), 32: (4, 8, 16), 64: (4, 8, 16)}  # batch: piece
 
 def compile_one(job):
     """In a process of its own: compiles what one shape or check needs."""
-    rows, vocab, k, dtype, valid, stride, tile = job
+    _rows, vocab, k, dtype, valid, stride, tile = job
     top_k = load_kernels("top_k")
     logits = torch.zeros(1, vocab + stride, dtype=dtype, device="cuda")[:, :vocab]
     top_k.launch(logits, k, valid, top_k.Tile(*tile) if tile else top_k.choose_tile(k))

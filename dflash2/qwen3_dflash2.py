@@ -53,13 +53,13 @@ class DFlash2Conv(nn.Module):
             prefix=f"{prefix}.kernel_projection",
         )
 
-    def before(self, x: torch.Tensor, num_query_per_req: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def side0(self, x: torch.Tensor, num_query_per_req: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Filter the sublayer's input x [rows, hidden_size]. Returns it and the
-        delta [rows, 2 * taps * groups] that `after` needs."""
+        delta [rows, 2 * taps * groups] that `side1_add_norm` needs."""
         delta = self.kernel_projection(x)
         return conv_side0(x, delta, self.base_kernel, num_query_per_req), delta
 
-    def after(
+    def side1_add_norm(
         self,
         y: torch.Tensor,
         delta: torch.Tensor,
@@ -100,13 +100,13 @@ class DFlash2DecoderLayer(DFlashQwen3DecoderLayer):
         returned normed by `next_norm`, so that each convolution's second half,
         the residual add and the norm behind it are one kernel.
         """
-        x, delta = self.attention_conv.before(hidden_states, num_query_per_req)
+        x, delta = self.attention_conv.side0(hidden_states, num_query_per_req)
         y = attention(self.self_attn, positions, x)
-        hidden_states, residual = self.attention_conv.after(
+        hidden_states, residual = self.attention_conv.side1_add_norm(
             y, delta, residual, self.post_attention_layernorm, num_query_per_req
         )
-        x, delta = self.mlp_conv.before(hidden_states, num_query_per_req)
-        return self.mlp_conv.after(swiglu(self.mlp, x), delta, residual, next_norm, num_query_per_req)
+        x, delta = self.mlp_conv.side0(hidden_states, num_query_per_req)
+        return self.mlp_conv.side1_add_norm(swiglu(self.mlp, x), delta, residual, next_norm, num_query_per_req)
 
 
 class DFlash2CandidateSelector(nn.Module):

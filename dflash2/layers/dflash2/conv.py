@@ -214,7 +214,7 @@ def _conv_kernel(
     RUN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    run, column = _columns(tl.program_id(1), COLUMNS, RUN)
+    start, column = _columns(tl.program_id(1), COLUMNS, RUN)
     zero = tl.zeros(column.shape, tl.float32)
     out = _filter(
         zero,
@@ -224,16 +224,15 @@ def _conv_kernel(
         delta_stride,
         base_ptr,
         row,
-        run,
+        start,
         column,
         0,
         NUM_QUERY,
         HIDDEN,
         GROUPS,
         TAPS,
-        RUN,
     )
-    tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=run * RUN < HIDDEN)
+    tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, out, mask=start < HIDDEN)
 
 
 @triton.jit
@@ -257,8 +256,8 @@ def _conv_add_norm_kernel(
     RUN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    run, column = _columns(0, COLUMNS, RUN)
-    inside = run * RUN < HIDDEN
+    start, column = _columns(0, COLUMNS, RUN)
+    inside = start < HIDDEN
     residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0).to(
         tl.float32
     )
@@ -272,14 +271,13 @@ def _conv_add_norm_kernel(
         delta_stride,
         base_ptr,
         row,
-        run,
+        start,
         column,
         1,
         NUM_QUERY,
         HIDDEN,
         GROUPS,
         TAPS,
-        RUN,
     )
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     out = row.to(tl.int64) * HIDDEN + column
@@ -290,13 +288,13 @@ def _conv_add_norm_kernel(
 
 @triton.jit
 def _columns(program, COLUMNS: tl.constexpr, RUN: tl.constexpr):
-    """COLUMNS consecutive columns as [runs, RUN], and the number of each run, [runs, 1].
+    """The first column of each run, [runs, 1], and COLUMNS consecutive columns as [runs, RUN].
 
     RUN divides the group, so that a run needs one delta: loading that for every column again
     costs more instructions than all other loads together.
     """
-    run = program * (COLUMNS // RUN) + tl.arange(0, COLUMNS // RUN)[:, None]
-    return run, run * RUN + tl.arange(0, RUN)[None, :]
+    start = (program * (COLUMNS // RUN) + tl.arange(0, COLUMNS // RUN)[:, None]) * RUN
+    return start, start + tl.arange(0, RUN)[None, :]
 
 
 @triton.jit
@@ -308,19 +306,18 @@ def _filter(
     delta_stride,
     base_ptr,
     row,
-    run,
+    start,
     column,
     SIDE: tl.constexpr,
     NUM_QUERY: tl.constexpr,
     HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr,
     TAPS: tl.constexpr,
-    RUN: tl.constexpr,
 ):
     """`out` and one side's output at `row` and `column`, float32; just `out` at columns beyond HIDDEN."""
-    inside = run * RUN < HIDDEN
-    group = run * RUN // (HIDDEN // GROUPS)
-    position = tl.zeros(run.shape, tl.int32) + row % NUM_QUERY
+    inside = start < HIDDEN
+    group = start // (HIDDEN // GROUPS)
+    position = tl.zeros(start.shape, tl.int32) + row % NUM_QUERY
     x_ptr += row.to(tl.int64) * x_stride + column
     delta_ptr += row.to(tl.int64) * delta_stride + SIDE * TAPS * GROUPS + group
     base_ptr += SIDE * TAPS * HIDDEN + column

@@ -83,15 +83,15 @@ def report(prompts, plain, drafted, wanted):
         same = "the same" if alone == with_drafter else "DIFFERENT"
         lines += [
             "",
-            f"prompt, its end    {show(prompt[-48:])}",
+            f"prompt (tail)      {show(prompt[-48:])}",
             f"target alone       {show(alone)}",
             f"with DFlash2       {show(with_drafter)}   <- {same}",
         ]
     lines += ["", *describe(drafted["drafts"], prompts, drafted["texts"]), ""]
-    drafts, accepted = drafted["num_drafts"], drafted["num_accepted"]
+    drafts, tokens = drafted["num_drafts"], drafted["num_drafts"] + drafted["num_accepted"]
     lines += [
-        f"{drafts} drafts gave {accepted + drafts} tokens: {1 + accepted / drafts:.2f} a pass of the target instead of 1",
-        f"float32 reference: {len(wanted)} drafts, {1 + sum(wanted) / len(wanted):.2f} a pass",
+        f"{drafts} drafts gave {tokens} tokens: {tokens / drafts:.2f} tokens per target pass instead of 1",
+        f"float32 reference: {len(wanted)} drafts, {1 + sum(wanted) / len(wanted):.2f} tokens per target pass",
     ]
     return "\n".join(lines)
 
@@ -104,13 +104,13 @@ def describe(drafts, prompts, texts):
             break
     return [
         f"one draft, after   {show([draft['anchor']])}",
-        f"drafted            {show(draft['tokens'])}   ({len(draft['ids'][0])} candidates a step, one path)",
+        f"drafted            {show(draft['tokens'])}   ({len(draft['ids'][0])} candidates per step, one path)",
         f"accepted           {show(draft['tokens'][:n])}   ({n} of {steps})",
     ]
 
 
 def accepted_of(draft, prompts, texts):
-    """How many of a draft's tokens the text went on with; -1 where it ends before one can tell."""
+    """How many of a draft's tokens the text went on with; -1 if it ends before one can tell."""
     for prompt, text in zip(prompts, texts):
         at = draft["position"] - len(prompt)
         if 0 <= at < len(text) - len(draft["tokens"]) and text[at] == draft["anchor"]:

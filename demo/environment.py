@@ -68,7 +68,7 @@ def install(python, name):
     arguments = ["-r", REPO / name]
     if name == CPU:
         arguments = ["--no-deps", *arguments]  # the file is complete: see there
-        # An index of the user's may have torch's CPU build; where none has, PyTorch's own does.
+        # An index of the user's may have torch's CPU build; if none has, PyTorch's own does.
         if pip(python, ["--no-deps", *torch_line()]).returncode:
             arguments += WITH_TORCH_INDEX
     done = pip(python, arguments)

@@ -26,7 +26,7 @@ def main(arguments=None):
     print(f"using {shown(python)}")
     step(2, "apply_all.py: put DFlash2 into it")
     run(python, REPO / "apply_all.py")
-    step(3, "apply_all.py --check: is it really there?")
+    step(3, "apply_all.py --check: is it there?")
     print(run(python, REPO / "apply_all.py", "--check", stdout=subprocess.PIPE).splitlines()[-1])
     step(4, "draft with the bundled tiny pair")
     run(python, REPO / "demo/draft.py", *(["--gpu"] if args.gpu else []))
@@ -49,7 +49,7 @@ def shown(path):
 
 
 def environment(args):
-    """The Python to use: the caller's own environment where it has vLLM, else one of ours."""
+    """The Python to use: the caller's own environment if it has vLLM, else one of ours."""
     if args.venv:
         return with_tool(args.venv.absolute() / "bin/python")
     if has_vllm() and not args.gpu:
@@ -88,4 +88,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        raise SystemExit("error: interrupted; run this again, it goes on where it was") from None
+        raise SystemExit("error: interrupted; run this again to continue") from None

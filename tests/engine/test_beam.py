@@ -332,8 +332,8 @@ def walks(subject):
     ids, unary, hidden, anchors = selector_inputs(requests, seed=5)
     kernel = torch.zeros(requests, STEPS, dtype=torch.int64)
     slots = torch.arange(requests, dtype=torch.int32).repeat_interleave(STEPS)
-    walk(kernel, ids, unary, selector.hidden_projection(hidden), selector.predecessor_codebook, selector.successor_codebook,
-         anchors, slots, torch.zeros(requests * STEPS, dtype=torch.int64), torch.zeros(requests),
+    walk(kernel, ids, unary, selector.hidden_projection(hidden), selector.predecessor_codebook,
+         selector.successor_codebook, anchors, slots, torch.zeros(requests * STEPS, dtype=torch.int64), torch.zeros(requests),
          torch.zeros(requests, dtype=torch.int64))  # fmt: skip
     scores = selector(ids, unary, hidden, anchors)
     ids, at, paths = ids.view(requests, STEPS, 5), torch.zeros(requests, dtype=torch.int64), []

@@ -62,7 +62,7 @@ OTHER_STEPS = 3
 # What two ranks need to run as two processes on any small machine, with no network but the loopback.
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default each wants a NUMA node of its own
-    "TORCH_COMPILE_DISABLE": "1",  # eager mode or not, a sharded embedding is compiled, and inductor wants a real Triton
+    "TORCH_COMPILE_DISABLE": "1",  # a sharded embedding always is, and inductor wants a real Triton
     "GLOO_SOCKET_IFNAME": "lo",  # otherwise gloo looks up the host's name
 }
 

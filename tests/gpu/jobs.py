@@ -12,7 +12,9 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tests.gpu import hybrid
@@ -29,7 +31,7 @@ class Job(NamedTuple):
     drafter: str | None  # how it samples: greedy, probabilistic; None: plain decoding
     graphs: bool
     phases: tuple[str, ...]
-    options: dict = {}
+    options: Mapping = MappingProxyType({})
     limit: int = 200  # seconds; the soak's own time comes on top
 
     @property
@@ -120,7 +122,7 @@ def engine_options(job: Job, arguments) -> dict:
             "num_speculative_tokens": STEPS,
             "draft_sample_method": job.drafter,
         }
-    return options | job.options
+    return {**options, **job.options}
 
 
 def beam_drafter(draft: Path, folder: Path) -> Path:

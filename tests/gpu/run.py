@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 
 
-# Mean acceptance length of the tiny pair, greedy: bf16, eager, as first measured on an H200; the reference's in float32.
+# Mean acceptance length of the tiny pair, greedy: bf16, eager, first measured on an H200; the reference's in float32.
 ACCEPTANCE, ACCEPTANCE_FLOAT32 = 3.7153, 3.7814
 AT_ONCE = 8
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -225,7 +226,7 @@ def soak_row(phase: dict) -> Row:
 
 def latency_rows(phase: dict) -> list[Row]:
     seconds, compiled = phase["seconds"], phase["compiled"]
-    names = sorted(set(sum(compiled, [])))
+    names = sorted(set(chain.from_iterable(compiled)))
     # Texts differ, and so does how many steps they take: no single request is the measure.
     others = statistics.median(seconds[1:])
     result = f"{1e3 * seconds[0]:.1f} ms, the median of the next nine {1e3 * others:.1f} ms"
@@ -333,11 +334,12 @@ def checks() -> list[tuple[str, tuple[str, ...], Callable[..., list[Row]]]]:
         ("Beam, CUDA graphs", "graphs-greedy", "graphs-beam"),
         ("Beam, CUDA graphs, fp8 KV cache", "graphs-fp8", "graphs-beam-fp8"),
     ):
+        graphs = beam.startswith("graphs")
         table.append(
             (
                 label,
                 (qwen3, beam),
-                lambda one, other, label=label, graphs=beam.startswith("graphs"): beam_rows(label, one, other, graphs),
+                lambda one, other, label=label, graphs=graphs: beam_rows(label, one, other, graphs),
             )
         )
     table.append(("vLLM's own tests", ("upstream",), upstream_rows))

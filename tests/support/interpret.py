@@ -30,9 +30,7 @@ TRITON = "3.9.0"
 
 def main():
     if triton.__version__ != TRITON:
-        raise SystemExit(
-            f"error: triton {triton.__version__}: tests/support/interpret.py knows triton {TRITON} only; install that one"
-        )
+        raise SystemExit(f"error: triton {triton.__version__}: the interpreter knows triton {TRITON} only; install it")
     claim_a_driver()
     libdevice.log1p = log1p
     interpreter.InterpreterBuilder.create_masked_load = with_bool_mask(

@@ -46,7 +46,7 @@ def random_weight(name, shape, generator):
     if "norm" in name:
         noise = 1 + 0.1 * noise
     elif "embed_tokens" in name or "codebook" in name:
-        noise = noise
+        pass
     elif "base_kernel" in name:
         noise = 0.5 * noise
     else:  # keeps a layer's output about as large as its input

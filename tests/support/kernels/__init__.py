@@ -9,7 +9,7 @@ REPO = Path(__file__).resolve().parent.parent.parent.parent
 
 
 def load_kernels(name):
-    """dflash2/layers/dflash2/<name>.py as a module, whether or not vLLM is there: it asks vLLM for nothing but Triton."""
+    """dflash2/layers/dflash2/<name>.py as a module, with or without vLLM, which it needs for Triton alone."""
     known = sys.modules.get("vllm.triton_utils")
     sys.modules["vllm.triton_utils"] = triton_utils()
     spec = importlib.util.spec_from_file_location(f"dflash2_{name}", REPO / "dflash2/layers/dflash2" / f"{name}.py")

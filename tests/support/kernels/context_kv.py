@@ -150,9 +150,9 @@ def check(module, case, device):
         ):
             stored = view.view(torch.uint8)[where] if is_fp8 else view[where]
             stored = stored.view(case.page)[..., half] if is_fp8 else stored[..., half]
-            scale = scale if is_fp8 else 1.0
-            expected = wanted[live, layer] / scale
-            count = mismatches(stored, expected, terms[live, layer] / scale, case.page)
+            unit = scale if is_fp8 else 1.0
+            expected = wanted[live, layer] / unit
+            count = mismatches(stored, expected, terms[live, layer] / unit, case.page)
             if count:
                 wrong.append(f"layer {layer}: {count} of {expected.numel()} values of {name}")
         bytes_of = view.view(torch.uint8) if is_fp8 else view

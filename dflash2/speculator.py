@@ -50,6 +50,7 @@ class DFlash2Speculator(DFlashSpeculator):
     truncated = False
     # The runner's, which knows the requests' sampling parameters.
     sampling_states: SamplingStates | None = None
+    max_num_tokens: int
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         hf_config = vllm_config.speculative_config.draft_model_config.hf_config
@@ -128,13 +129,14 @@ class DFlash2Speculator(DFlashSpeculator):
             super().reset_slot(req_idx)
 
     def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.proposal is not None and self.sampling_states is not None:
-            self._follow_truncation(input_batch.idx_mapping_np)
+        self._follow_truncation(input_batch.idx_mapping_np)
         return super().propose(input_batch, *args, **kwargs)
 
     def _follow_truncation(self, slots: np.ndarray) -> None:
         """Copy top-k, top-p and min-p to where the captured walk reads them, if a request of the batch has any."""
-        states = self.sampling_states
+        states, buffers = self.sampling_states, self.truncation
+        if states is None or buffers is None:
+            return
         wanted = bool(
             np.any(states.top_k.np[slots] != states.vocab_size)
             or np.any(states.top_p.np[slots] != 1.0)
@@ -142,7 +144,7 @@ class DFlash2Speculator(DFlashSpeculator):
         )
         # The batch after one that was truncated has to take it out again.
         if wanted or self.truncated:
-            for buffer, state in zip(self.truncation, (states.top_k, states.top_p, states.min_p), strict=True):
+            for buffer, state in zip(buffers, (states.top_k, states.top_p, states.min_p), strict=True):
                 buffer.copy_(state.gpu)
         self.truncated = wanted
 

@@ -21,6 +21,7 @@ from patches import (
     fresh_states,
     grammar_end,
     layer_window,
+    logprob_token_ids,
     min_p_logit_bias,
     nan_rows,
     noised_argmax,
@@ -81,6 +82,7 @@ PATCHES = (
     drafter_method.PATCH,
     speculators_format.PATCH,
     sparse_proposal.PATCH,
+    logprob_token_ids.PATCH,
 )
 
 # source, below this repo -> destination, below site-packages

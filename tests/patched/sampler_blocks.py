@@ -2,7 +2,7 @@
 
 vLLM's sampler, on a block of drafts at once and again token by token. What looks back must count the drafts
 before its row; each case also shows that it would be seen if it did not. (top_k and top_p look at one row
-only, and Triton's interpreter cannot run their kernel; lossless.py has them.)
+only, and Triton's interpreter cannot run their kernel; test_lossless.py has them.)
 """
 
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ PROMPT = [7, 8, 9, 7]
 OUTPUT = [10, 11, 12]
 DRAFTS = [20, 21, 20, 22, 23]
 
-# The greedy request's words lie inside the block, across its start, and before it; others look like them one place early.
+# Words inside the block, across its start and before it, and some that are there only if read one place early.
 WORDS = [
     [21, 20, 5],
     [20, 21, 6],

@@ -52,10 +52,18 @@ class Both:
         assert torch.equal(sampled[kept], shadow_sampled[kept]), "the verifiers emit differently"
         return sampled, number
 
+import vllm.v1.worker.cpu.shm  # the CPU's stand-ins for pinned memory
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.sample import states
+# The interpreter cannot run the Triton one, which takes its row from a loop's variable.
+states.apply_top_k_top_p = topk_topp_sampler.apply_top_k_top_p_pytorch
+
 for case in (Case("standard", 3), Case("block", 3), Case("block", 2, 5)):
     lossless.first_tokens(case, 15, Both, 10)
 Both.backend = DenseKernels
 lossless.first_tokens(Case("block", 3), 15, Both, 10)
+for case in (Case("standard", 3, parameters=True), *lossless.FAULTS[-2:]):
+    lossless.first_tokens(case, 20, Both, 20)
 print("same")
 """
 

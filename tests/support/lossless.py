@@ -6,6 +6,7 @@ continuous batch. Greedy requests and four temperatures share every batch; reque
 new ones take their slots; half of those start with padded drafts (token 0, not drawn by anybody); a
 third verify fewer drafts than were made, a third have placeholders among them. The joint of each
 request's first three tokens is then compared with the product of the target's conditionals, by chi-square.
+In the cases "with parameters" four kinds of requests share the batch as well: what PARAMETERS says.
 
 On a GPU, with the patched vLLM on PYTHONPATH:
 
@@ -33,6 +34,25 @@ RANK = 4
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0, 1.4)
 ENOUGH = 4  # tokens a request emits before it leaves; fewer rounds cannot see noise that is used again
 
+# Words of two and three tokens, frequent in a world as flat as this one, and one of a single token.
+BAD_WORDS = [[7], *([token, (5 * token + 4) % V] for token in range(0, V, 2)), [1, 1, 1], [3, 5, 9], [5, 9, 3]]
+PARAMETERS = (
+    {"min_p": 0.4, "logit_bias": {2: 1.0, 5: -1.5, 9: 0.7}},
+    {"top_k": 9, "top_p": 0.85, "presence_penalty": 0.8, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.6, "allowed_token_ids": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 14], "bad_words": BAD_WORDS},
+    {
+        "min_p": 0.1,
+        "logit_bias": {0: 0.6, 3: -0.4, 12: 2.0},
+        "top_k": 10,
+        "top_p": 0.95,
+        "presence_penalty": -0.4,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 0.8,
+        "allowed_token_ids": [*range(1, V)],
+        "bad_words": BAD_WORDS,
+    },
+)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -41,11 +61,13 @@ class Case:
     method: str
     steps: int
     k: int = 8
+    parameters: bool = False
     fault: str = ""
 
     @property
     def name(self):
-        return f"{self.method} S={self.steps} K={self.k}" + (f" {self.fault}" if self.fault else "")
+        kind = " with parameters" if self.parameters else ""
+        return f"{self.method} S={self.steps} K={self.k}{kind}" + (f" {self.fault}" if self.fault else "")
 
 
 CASES = (
@@ -57,6 +79,9 @@ CASES = (
     Case("block", 2, 16),
     Case("block", 7),
     Case("block", 15, 5),
+    Case("standard", 3, parameters=True),
+    Case("block", 3, parameters=True),
+    Case("block", 7, parameters=True),
 )
 FAULTS = (
     Case("standard", 3, fault="raw cache"),
@@ -67,6 +92,8 @@ FAULTS = (
     Case("block", 3, fault="position-keyed noise"),
     Case("block", 7, fault="position-keyed noise"),
     Case("block", 3, fault="slot not reset"),
+    Case("standard", 3, parameters=True, fault="words one place early"),
+    Case("block", 3, parameters=True, fault="drafts not penalised"),
 )
 
 
@@ -103,10 +130,25 @@ class World:
         for name, table in tables.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(table)).to(device))
 
-    def expected(self, temperature):
+    def conditionals(self, temperature, given):
+        """Probabilities of the first, second and third token after all that may precede them: float64.
+
+        [1, V], [V, V] and [V * V, V]; given: keyword arguments of SamplingParams.
+        """
+        target = self.target.double().cpu().numpy()
+        first, second = np.divmod(np.arange(V * V), V)
+        rows = (target[1, [self.FIRST]], target[2], target[3, second])
+        histories = (np.zeros((1, 0), int), np.arange(V)[:, None], np.stack([first, second], 1))
+        for logits, history in zip(rows, histories):
+            n, length = history.shape
+            room = np.pad(history, ((0, 0), (0, 1)))
+            arguments = (room, np.full(n, length), [self.FIRST], given, np.full(n, temperature))
+            yield np.exp(transcription.log_softmax(transcription.process(logits, *arguments)))
+
+    def expected(self, temperature, given):
         """Joint probabilities [V, V, V] of the first three tokens, float64."""
-        p = torch.softmax(self.target.double().cpu() / temperature, -1).numpy()
-        return p[1, self.FIRST][:, None, None] * p[2][:, :, None] * p[3][None]
+        first, second, third = self.conditionals(temperature, given)
+        return first[0][:, None, None] * second[:, :, None] * third.reshape(V, V, V)
 
 
 class Slots:
@@ -123,6 +165,7 @@ class Slots:
         # The proposal, as K ids and scores, and as rows of the vocabulary for DenseKernels.
         self.ids = torch.zeros(count, case.steps, case.k, dtype=torch.int64, device=device)
         self.scores = torch.full(self.ids.shape, float("-inf"), dtype=torch.float32, device=device)
+        self.output = torch.zeros(count, ENOUGH + case.steps + 1, dtype=torch.int64, device=device)
         shape = (count, case.steps, V)
         self.draft_logits = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
 
@@ -145,6 +188,10 @@ class Slots:
             self.draft_logits[slots] = self.scores[slots] = float("-inf")
             self.draft_logits[slots, :, 0] = self.scores[slots, :, 0] = 0.0
             self.ids[slots] = 0
+
+    def kinds(self, slots):
+        """Which of PARAMETERS the requests in `slots` have."""
+        return self.sample[slots] // len(TEMPERATURES) % len(PARAMETERS)
 
     def anchors(self, slots):
         return self.start[slots] + self.rel[slots]
@@ -184,7 +231,7 @@ class Transcribed:
     def verify(self, live, counts, drafts, target):
         s = self.slots
         sampled, number = transcription.verify(
-            target.numpy(),
+            self.processed(live, drafts, target).numpy(),
             as_rows(s.ids[live], s.scores[live]).numpy(),
             drafts.numpy(),
             counts.numpy(),
@@ -194,6 +241,38 @@ class Transcribed:
             s.case.method == "block",
         )
         return torch.from_numpy(sampled), torch.from_numpy(number)
+
+    def processed(self, live, drafts, target):
+        s, steps = self.slots, self.slots.case.steps
+        if not s.case.parameters:
+            return divided(target, s.temperature[live])
+        processed = target.clone()
+        emitted = s.emitted[live, None]
+        for row in range(steps + 1):
+            history = torch.cat([s.output[live], torch.zeros_like(drafts)], 1)
+            history.scatter_(1, emitted + torch.arange(steps), drafts)
+            length = s.emitted[live] + row
+            for kind, given in enumerate(PARAMETERS):
+                here = s.kinds(live) == kind
+                parts = (
+                    target[here, row],
+                    history[here],
+                    length[here],
+                    s.emitted[live][here],
+                    s.temperature[live][here],
+                )
+                processed[here, row] = torch.from_numpy(self.row(given, *(part.numpy() for part in parts)))
+        return processed
+
+    def row(self, given, logits, history, length, emitted, temperature):
+        wrong = {}
+        if self.slots.case.fault == "drafts not penalised":
+            wrong["penalised"] = emitted
+        if self.slots.case.fault == "words one place early":
+            # The token before the first draft is read in its place, and so on.
+            before = np.pad(history, ((0, 0), (1, 0)), constant_values=World.FIRST)[:, :-1]
+            wrong["words_in"] = np.where(np.arange(history.shape[1]) >= emitted[:, None], before, history)
+        return transcription.process(logits, history, length, [World.FIRST], given, temperature, **wrong)
 
 
 class Kernels:
@@ -212,6 +291,7 @@ class Kernels:
         self.scratch = [torch.zeros(rows, dtype=torch.int64, device=slots.device) for _ in range(3)]
         self.temperature = torch.zeros_like(slots.temperature)
         self.seeds = torch.zeros_like(slots.seed)
+        self.sampler = ParameterSampler(slots) if slots.case.parameters else None
 
     def prepare(self, live):
         """The draft's inputs, by the kernel that a serve uses: every request verified one token."""
@@ -294,10 +374,14 @@ class Kernels:
         tokens = torch.cat([s.token[live][:, None], drafts], 1)
         seeds = torch.zeros_like(s.seed)
         seeds[live] = verify_seed(s, live)
+        if self.sampler:
+            processed = self.sampler.processed(live, kept, tokens, target)
+        else:
+            processed = divided(target, s.temperature[live])[kept]
         cached = s.draft_logits if self.dense else self.proposal()
         # As RejectionSampler has it.
         sampled, number = getattr(cached, "rejection_sample", rejection_sample)(
-            target[kept],
+            processed,
             cached,
             tokens[kept],
             torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0)).to(torch.int32),
@@ -317,6 +401,81 @@ class DenseKernels(Kernels):
     """With the proposal as rows of the vocabulary, as DFLASH2_DENSE_PROPOSAL=1 has it."""
 
     dense = True
+
+
+class ParameterSampler:
+    """vLLM's sampler, whose slots have the parameters of the requests that are in them."""
+
+    def __init__(self, slots):
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.worker.gpu.sample.sampler import Sampler
+        from vllm.v1.worker.gpu.states import RequestState
+
+        self.slots, device = slots, slots.device
+        self.states = RequestState(slots.count, 64, 64, slots.case.steps, V, device)
+        self.sampler = Sampler(slots.count, V, device, self.states)
+        sampler = self.sampler
+        parts = (sampler.sampling_states, sampler.penalties_state, sampler.logit_bias_state, sampler.bad_words_state)
+        for kind, given in enumerate(PARAMETERS):
+            params = SamplingParams(**{key: value for key, value in given.items() if key != "bad_words"})
+            params._bad_words_token_ids = given.get("bad_words")
+            self.states.add_request(str(kind), 1, [World.FIRST], 0, 32)
+            self.sampler.add_request(self.states.req_id_to_index[str(kind)], 1, params)
+        self.states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        first = torch.tensor([self.states.req_id_to_index[str(kind)] for kind in range(len(PARAMETERS))], device=device)
+        # What each kind's slot holds; then every slot is of the kind that its request asks for.
+        self.tensors = []
+        for part in parts:
+            for held in vars(part).values():
+                if torch.is_tensor(getattr(held, "gpu", None)):
+                    held.gpu = held.gpu.to(device, copy=True)
+                    self.tensors.append((held.gpu, held.gpu[first].clone()))
+        # What is looked at on the host: whether anybody asks for something.
+        sampling = self.sampler.sampling_states
+        for held in (sampling.temperature, sampling.top_p, sampling.min_p):
+            held.np[:] = 0.5
+        sampling.top_k.np[:] = 1
+        self.sampler.bad_words_state.num_bad_words.np[:] = len(BAD_WORDS)
+        self.sampler.penalties_state.use_penalty[:] = True
+        self.sampler.logit_bias_state.use_logit_bias[:] = True
+        self.sampler.penalties_state.prompt_bin_mask[:] = 1 << World.FIRST
+        sampling.temperature.gpu = slots.temperature
+
+    def processed(self, live, kept, tokens, target):
+        s, case = self.slots, self.slots.case
+        states, penalties = self.states, self.sampler.penalties_state
+        for tensor, of_kinds in self.tensors:
+            tensor[live] = of_kinds[s.kinds(live)]
+        states.total_len.gpu[live] = (1 + s.emitted[live]).to(torch.int32)
+        states.prompt_len.gpu = torch.ones_like(states.total_len.gpu)
+        states.all_token_ids.gpu[live, 0] = World.FIRST
+        width = s.output.shape[1]
+        states.all_token_ids.gpu[live, 1 : 1 + width] = s.output[live].to(torch.int32)
+        emitted = torch.arange(width, device=s.device) < s.emitted[live, None]
+        counts = torch.zeros(len(live), V, dtype=torch.int32, device=s.device)
+        penalties.output_bin_counts[live] = counts.scatter_add_(1, s.output[live], emitted.to(torch.int32))
+        within = torch.arange(kept.shape[1], device=s.device).expand_as(kept)[kept].to(torch.int32)
+        slots = live[:, None].expand_as(kept)[kept].to(torch.int32)
+        if case.fault == "words one place early":
+            apply_words = type(self.sampler.bad_words_state).apply_bad_words
+            self.sampler.bad_words_state.apply_bad_words = lambda *arguments: apply_words(
+                self.sampler.bad_words_state, *arguments[:3], arguments[3].roll(1), arguments[4]
+            )
+        if case.fault == "drafts not penalised":
+            apply_penalties = type(penalties).apply_penalties
+            penalties.apply_penalties = lambda *arguments: apply_penalties(
+                penalties, *arguments[:4], torch.zeros_like(arguments[4])
+            )
+        positions = (s.anchors(live)[:, None] + torch.arange(kept.shape[1], device=s.device))[kept]
+        return self.sampler.apply_sampling_params(
+            target[kept], slots, live.cpu().numpy(), positions, tokens[kept], within
+        )
+
+
+def divided(target, temperature):
+    """[n, S + 1, V] logits over T."""
+    return target / torch.where(temperature == 0, 1.0, temperature)[:, None, None]
 
 
 def draft_key(slots, live, anchor):
@@ -352,12 +511,11 @@ def schedule(slots, live):
 
 
 def target_logits(world, slots, live, drafts):
-    """[n, S + 1, V] logits over T of the tokens after the anchor and after each draft."""
+    """[n, S + 1, V] logits of the tokens after the anchor and after each draft."""
     steps = slots.case.steps
     tokens = torch.cat([slots.token[live][:, None], drafts.clamp(min=0)], 1)
     at = slots.rel[live][:, None] + 1 + torch.arange(steps + 1, device=slots.device)
-    temperature = slots.temperature[live]
-    return world.target[at, tokens] / torch.where(temperature == 0, 1.0, temperature)[:, None, None]
+    return world.target[at, tokens]
 
 
 def record(slots, live, sampled, number, output):
@@ -366,6 +524,9 @@ def record(slots, live, sampled, number, output):
         at = slots.emitted[live] + i
         new = (i < number) & (at < 3)
         output[slots.sample[live][new], at[new]] = sampled[new, i]
+    for i in range(sampled.shape[1]):
+        new = i < number
+        slots.output[live[new], slots.emitted[live[new]] + i] = sampled[new, i]
     slots.token[live] = sampled.gather(1, number[:, None] - 1)[:, 0]
     for name, grown in (("rel", number), ("emitted", number), ("rounds", 1)):
         getattr(slots, name)[live] += grown
@@ -408,6 +569,8 @@ def first_tokens(case, samples, backend=Transcribed, width=2048, device="cpu", o
 def chi_square(counts, expected):
     """p of `counts` under probabilities `expected`, both flat; cells expecting under five are pooled."""
     expected = expected / expected.sum() * counts.sum()
+    if counts[expected == 0].any():
+        return 0.0
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
@@ -421,27 +584,39 @@ def chi_square(counts, expected):
     return torch.special.gammaincc(freedom, torch.tensor(statistic / 2)).item()
 
 
-def greedy_path(world):
-    tokens, token = [], World.FIRST
-    for position in range(1, 4):
-        token = int(world.target[position, token].argmax())
-        tokens.append(token)
-    return tokens
+def kinds_of(case):
+    return PARAMETERS if case.parameters else ({},)
+
+
+def greedy_path(world, given):
+    first, second, third = world.conditionals(0, given)
+    a = int(first[0].argmax())
+    b = int(second[a].argmax())
+    return [a, b, int(third[a * V + b].argmax())]
 
 
 def evaluate(case, output):
-    """{temperature: p}; greedy requests have p 1 if all of them took the only right path, else 0."""
-    world, result = World(case), {}
-    output = output.cpu()
-    for kind, temperature in enumerate(TEMPERATURES):
-        mine = output[kind :: len(TEMPERATURES)]
-        assert (mine >= 0).all() and (mine < V).all(), f"{case.name}: token ids outside the vocabulary"
-        if temperature == 0:
-            result[temperature] = float((mine == torch.tensor(greedy_path(world))).all())
-            continue
-        cells = (mine[:, 0] * V + mine[:, 1]) * V + mine[:, 2]
-        counts = torch.bincount(cells, minlength=V**3).numpy()
-        result[temperature] = chi_square(counts, world.expected(temperature).ravel())
+    """{temperature: p}; greedy requests have p 1 if all of them took the only right path, else 0.
+
+    Where requests have parameters, p is the least of all kinds'. There are fewer of each: pairs of tokens are counted.
+    """
+    world, result, output = World(case), {}, output.cpu()
+    assert (output >= 0).all() and (output < V).all(), f"{case.name}: token ids outside the vocabulary"
+    for i, temperature in enumerate(TEMPERATURES):
+        ps = []
+        for kind, given in enumerate(kinds_of(case)):
+            mine = output[i :: len(TEMPERATURES)][kind :: len(kinds_of(case))]
+            if temperature == 0:
+                ps.append(float((mine == torch.tensor(greedy_path(world, given))).all()))
+                continue
+            cells = torch.bincount((mine[:, 0] * V + mine[:, 1]) * V + mine[:, 2], minlength=V**3).numpy()
+            expected = world.expected(temperature, given)
+            if case.parameters:
+                cells = cells.reshape(V, V, V)
+                ps += [chi_square(cells.sum(axis).ravel(), expected.sum(axis).ravel()) for axis in (0, 2)]
+            else:
+                ps.append(chi_square(cells, expected.ravel()))
+        result[temperature] = min(ps)
     return result
 
 

@@ -56,6 +56,49 @@ def walk(ids, unary, hidden, predecessor, successor, anchors, seeds, positions, 
     return tokens, scores
 
 
+def process(logits, history, length, prompt, given, temperature, penalised=None, words_in=None):
+    """Logits [n, V] of one row per request as the sampler hands them on; all have the parameters `given`.
+
+    history [n, L]: the row's output so far, of which length [n] tokens count; prompt: token ids;
+    given: keyword arguments of SamplingParams and "bad_words" as token ids; temperature [n].
+    For samplers that go wrong: how many tokens are penalised, and the history that bad words are sought in.
+    """
+    n, vocab = logits.shape
+    rows, penalised = np.arange(n), length if penalised is None else penalised
+    words_in = history if words_in is None else words_in
+    logits = logits.copy()
+    if allowed := given.get("allowed_token_ids"):
+        logits[:, np.setdiff1d(np.arange(vocab), allowed)] = -np.inf
+    for token, bias in given.get("logit_bias", {}).items():
+        logits[:, token] += logits.dtype.type(bias)
+    counts = np.zeros((n, vocab), np.int64)
+    for i in range(history.shape[1]):
+        counted = (i < penalised) & (history[:, i] >= 0)
+        np.add.at(counts, (rows[counted], history[counted, i]), 1)
+    seen = (counts > 0) | np.isin(np.arange(vocab), prompt)
+    scale = np.where(seen, logits.dtype.type(given.get("repetition_penalty", 1)), logits.dtype.type(1))
+    logits *= np.where(logits > 0, 1 / scale, scale)
+    logits -= logits.dtype.type(given.get("frequency_penalty", 0)) * counts.astype(logits.dtype)
+    logits -= logits.dtype.type(given.get("presence_penalty", 0)) * (counts > 0).astype(logits.dtype)
+    for *start, last in given.get("bad_words", ()):
+        at = length[:, None] - len(start) + np.arange(len(start))
+        match = (at >= 0) & (words_in[rows[:, None], np.maximum(at, 0)] == start)
+        logits[match.all(1), last] = -np.inf
+    logits /= np.where(temperature == 0, 1, temperature)[:, None].astype(logits.dtype)
+    if min_p := given.get("min_p"):
+        logits[logits < logits.max(-1, keepdims=True) + np.log(logits.dtype.type(min_p))] = -np.inf
+    ascending = np.sort(logits, -1)
+    if top_k := given.get("top_k"):
+        logits[logits < ascending[:, -top_k, None]] = -np.inf
+    if top_p := given.get("top_p"):
+        order = np.argsort(logits, -1)
+        mass = np.cumsum(np.exp(log_softmax(np.take_along_axis(logits, order, -1))), -1)
+        dropped = mass <= 1 - top_p
+        dropped[:, -1] = False
+        np.put_along_axis(logits, order, np.where(dropped, -np.inf, np.take_along_axis(logits, order, -1)), -1)
+    return logits
+
+
 def log_softmax(x):
     with np.errstate(divide="ignore", invalid="ignore"):
         top = x.max(-1, keepdims=True)
@@ -89,7 +132,8 @@ def judge(target, proposal, drafts, counts, positions, seeds, block):
         return accepted, ratio
     u = uniform((seeds ^ (positions[:, 0] << 32))[:, None], positions[:, :steps])
     for t in range(steps):
-        ratio[:, t + 1] = np.minimum(ratio[:, t] + gain[:, t], 0)
+        with np.errstate(invalid="ignore"):
+            ratio[:, t + 1] = np.minimum(ratio[:, t] + gain[:, t], 0)
     joint = np.exp(ratio[:, 1:])
     mass = np.zeros_like(joint)
     ahead = joint[:, :-1, None] * np.exp(log_p[:, 1:]) - np.exp(log_q[:, 1:])

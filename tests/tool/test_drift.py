@@ -259,6 +259,9 @@ SHIPPED_SINCE = {
     "drafter-config": None,
     "drafter-method": None,
     "speculators-format": "0.29.0",
+    "bad-words": "0.28.0",
+    "min-p-logit-bias": None,
+    "logprob-token-ids": None,
     "dflash2/": "0.28.0",
     "dflash2/beam/": "0.33.0",
 }

@@ -34,6 +34,7 @@ from patches import (
     spec_gates,
     speculators_format,
     subclass_seams,
+    thinking_budget,
     token_budget,
     undrafted_rows,
     v1_runner_refused,
@@ -83,6 +84,7 @@ PATCHES = (
     speculators_format.PATCH,
     sparse_proposal.PATCH,
     logprob_token_ids.PATCH,
+    thinking_budget.PATCH,
 )
 
 # source, below this repo -> destination, below site-packages
@@ -99,6 +101,7 @@ INSTALLED = {
     "dflash2/layers/dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
     "dflash2/layers/dflash2/swiglu.py": "vllm/model_executor/layers/dflash2/swiglu.py",
     "dflash2/layers/dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
+    "dflash2/sample/thinking_budget.py": "vllm/v1/worker/gpu/sample/thinking_budget.py",
     "dflash2/beam/__init__.py": "vllm/models/beam/__init__.py",
     "dflash2/beam/nvidia/__init__.py": "vllm/models/beam/nvidia/__init__.py",
     "dflash2/beam/nvidia/dflash2.py": "vllm/models/beam/nvidia/dflash2.py",

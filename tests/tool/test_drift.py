@@ -262,6 +262,7 @@ SHIPPED_SINCE = {
     "bad-words": "0.28.0",
     "min-p-logit-bias": None,
     "logprob-token-ids": None,
+    "thinking-budget": "0.28.0",
     "dflash2/": "0.28.0",
     "dflash2/beam/": "0.33.0",
 }

@@ -10,6 +10,7 @@ captures it in its own CUDA graphs.
 """
 
 from collections.abc import Iterable
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import nn
 from vllm import _custom_ops as ops
 from vllm.compilation.decorators import ignore_torch_compile
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.dflash2.context_kv import ContextKVWriter
 from vllm.model_executor.layers.dflash2.conv import conv_side0, conv_side1_add_norm
 from vllm.model_executor.layers.dflash2.swiglu import silu_and_mul
@@ -33,6 +35,8 @@ from vllm.model_executor.models.qwen3_dflash import (
 from vllm.model_executor.models.qwen3_dflash2_checkpoint import check_tensors, expected_tensors
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.transformers_utils.configs.dflash2 import DFlash2Config
+
+logger = init_logger(__name__)
 
 
 class DFlash2Conv(nn.Module):
@@ -133,11 +137,13 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
     decoder_layer_cls = DFlash2DecoderLayer
     selector_cls = DFlash2CandidateSelector
 
+    # Whether what `_build_fused_kv_buffers` copies out of the layers' weights is missing, or of earlier ones.
+    fused_kv_is_stale = True
+    _fused_kv_weight: torch.Tensor
+
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
         config = DFlash2Config.from_hf_config(self.config)
-        # A DFlash2 checkpoint has no mask embedding of its own.
-        del self.mask_embedding
         self.num_query_per_req = 1 + vllm_config.speculative_config.num_speculative_tokens
         self.embedding_scale = config.input_embedding_scale
         self.candidate_selector = self.selector_cls(
@@ -148,10 +154,11 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         )
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embeds = self.embed_tokens(input_ids)
+        embeds = super().embed_input_ids(input_ids)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def _build_fused_kv_buffers(self) -> None:
+        self.fused_kv_is_stale = False
         super()._build_fused_kv_buffers()
         self.context_writer = ContextKVWriter(
             self._attn_layers,
@@ -161,6 +168,15 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
             self._head_dim,
             self._rope_is_neox,
         )
+
+    def _build_context_kv_buffers(self, layers_attn: list[nn.Module], has_bias: bool) -> None:
+        super()._build_context_kv_buffers(layers_attn, has_bias)
+        if self._fused_kv_weight.numel() == 0:
+            # On a CPU a linear layer packs its weight away; what it makes of the identity is that weight.
+            identity = torch.eye(self.config.hidden_size, dtype=self._k_norm_weights.dtype)
+            projections = [(attn.qkv_proj, attn.q_size) for attn in layers_attn]
+            weights = [proj.quant_method.apply(proj, identity, None).T[q_size:] for proj, q_size in projections]
+            self._fused_kv_weight = torch.cat(weights)
 
     def precompute_and_store_context_kv(
         self,
@@ -175,13 +191,14 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         One GEMM and one kernel serve all layers; if the layers' caches
         differ in layout, DFlash's own path writes them one by one.
         """
-        writer = getattr(self, "context_writer", None)
-        if writer is None or not writer.can_store(context_slot_mapping):
+        if self.fused_kv_is_stale:
+            self._build_fused_kv_buffers()
+        if not self.context_writer.can_store(context_slot_mapping):
             super().precompute_and_store_context_kv(context_states, context_positions, context_slot_mapping)
             return
         states = rms_norm(context_states, self.hidden_norm)
         kv_flat = F.linear(states, self._fused_kv_weight, self._fused_kv_bias)
-        writer.store(kv_flat, context_positions, context_slot_mapping)
+        self.context_writer.store(kv_flat, context_positions, context_slot_mapping)
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """K of every layer [layers, n, kv heads, head dim], normed with its own layer's weight."""
@@ -209,10 +226,14 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
 class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
     model_cls = DFlash2Qwen3Model
 
-    # The embedding, the LM head and the vocabulary are the target's: the loader shares the modules.
+    # vLLM's loader gives the drafter the target's embedding and LM head, unless these say that the
+    # checkpoint has its own, and that one differs. The vocabulary is the target's.
     has_own_embed_tokens = False
     has_own_lm_head = False
     draft_id_to_target_id = None
+
+    # Whether the first weights are there. Until then load_weights takes whole checkpoints, and then any part of one.
+    started = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         draft_config = vllm_config.speculative_config.draft_model_config
@@ -247,20 +268,56 @@ class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
         return self.logits_processor.get_top_k_tokens(self.lm_head, hidden_states, self.top_k)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint whose tensors are exactly the expected ones.
+        """Load a checkpoint; once the engine has started, any part of one.
 
-        Returns the loaded parameters' names, the target's two included.
+        Returns the parameters' names: those that were loaded, and those that need no weights.
 
         Raises:
             ValueError: names each missing, unexpected or misshapen tensor.
         """
         found = dict(weights)
         config = DFlash2Config.from_hf_config(self.config)
-        check_tensors(found, expected_tensors(self.config, config, self.model.fc.input_size))
-        loader = AutoWeightsLoader(self, skip_substrs=["embed_tokens", "lm_head"])
-        loaded = loader.load_weights((f"model.{name}", w) for name, w in found.items())
-        self.model._build_fused_kv_buffers()
-        return loaded | {"model.embed_tokens.weight", "lm_head.weight"}
+        expected = expected_tensors(self.config, config, self.model.fc.input_size)
+        own = check_tensors(found, expected, self.config, whole=not self.started)
+        if not self.started:
+            self.has_own_embed_tokens = "embed_tokens.weight" in own
+            self.has_own_lm_head = "lm_head.weight" in own
+            self._load_mask_embedding()
+        for name, module in (("embed_tokens.weight", self.model.embed_tokens), ("lm_head.weight", self.lm_head)):
+            if self.started and name in own and module not in self.own_modules:
+                # Loading it would write into the target.
+                logger.warning_once("The DFlash2 drafter uses the target's %s; the one given to it is left out.", name)
+                del own[name]
+        named = {name if name.startswith("lm_head.") else f"model.{name}": w for name, w in own.items()}
+        loaded = AutoWeightsLoader(self).load_weights(named.items())
+        if self.started:
+            # Not rebuilt yet: a reload puts weights in place only when its last part has come.
+            self.model.fused_kv_is_stale = True
+        else:
+            self.model._build_fused_kv_buffers()
+        return loaded | {"model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding"}
+
+    def process_weights_after_loading(self) -> None:
+        """Called by vLLM when the start's weights are there, also if they are dummies."""
+        if self.model.fused_kv_is_stale:
+            self.model._build_fused_kv_buffers()
+        if not self.started:
+            # vLLM's loader now replaces those that are the target's.
+            self.own_modules = WeakSet((self.model.embed_tokens, self.lm_head))
+        self.started = True
+
+    def _load_mask_embedding(self) -> None:
+        """Take the mask token's embedding from the checkpoint's mask_embedding.pt, if there is one."""
+        embedding = self._read_mask_embedding()
+        if embedding is None:
+            return
+        if embedding.numel() != self.config.hidden_size:
+            raise ValueError(
+                f"DFlash2 drafter: mask_embedding.pt has {embedding.numel()} elements, hidden_size is "
+                f"{self.config.hidden_size}."
+            )
+        self.model.mask_embedding.data.copy_(embedding)
+        self.model.has_separate_mask_embedding = True
 
 
 # The functions below call the kernels behind vLLM's layers, which the layers' own forward does not: under

@@ -57,15 +57,37 @@ def expected_tensors(
     }
 
 
-def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError naming the tensors that are missing, unexpected or misshapen."""
-    faults = [f"{name} is missing" for name in expected if name not in found]
-    faults += [f"{name} is not a DFlash2 tensor" for name in found if name not in expected]
-    faults += [
-        f"{name} has shape {tuple(found[name].shape)}, config.json asks for {shape}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name].shape) != shape
-    ]
+def check_tensors(
+    found: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], hf_config: PretrainedConfig, *, whole: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors to load: those of `found` without maps of the vocabulary that map every token to itself.
+
+    whole  whether none of the expected tensors may be missing
+
+    Raises ValueError naming the tensors that are missing, unexpected or misshapen.
+    """
+    vocab = (hf_config.vocab_size, hf_config.hidden_size)
+    allowed = expected | {"embed_tokens.weight": vocab, "lm_head.weight": vocab}
+    own = {name: tensor for name, tensor in found.items() if not maps_to_itself(name, tensor, hf_config.vocab_size)}
+    faults = [f"{name} is missing" for name in expected if name not in own] if whole else []
+    for name, tensor in own.items():
+        if name in ("t2d", "d2t"):
+            faults.append(f"{name} maps tokens to others, and the drafter's vocabulary must be the target's")
+        elif name not in allowed:
+            faults.append(f"{name} is not a DFlash2 tensor")
+        elif tuple(tensor.shape) != allowed[name]:
+            faults.append(f"{name} has shape {tuple(tensor.shape)}, config.json asks for {allowed[name]}")
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise ValueError(f"DFlash2 checkpoint does not fit its config: {shown}.")
+    return own
+
+
+def maps_to_itself(name: str, tensor: torch.Tensor, vocab_size: int) -> bool:
+    """Whether a tensor is a map between draft and target vocabulary under which no token changes.
+
+    t2d tells which of the target's tokens the drafter has, d2t what to add to each of the drafter's.
+    """
+    if tuple(tensor.shape) != (vocab_size,):
+        return False
+    return bool(tensor.all()) if name == "t2d" else name == "d2t" and not tensor.any()

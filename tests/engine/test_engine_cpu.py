@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from tests.support import reference
+from tests.support.answers import last_line
 from tests.support.pair import write_pair
 from tests.support.trees import REPO, TINY
 
 ENGINE = REPO / "tests/support/engine.py"
+SERVE = REPO / "tests/engine/runtime_serve.py"
 PROMPTS = json.loads((TINY / "prompts.json").read_text())["prompts"]
 STEPS = 7
 
@@ -268,3 +270,10 @@ def test_a_checkpoint_must_hold_exactly_its_tensors(float32_tiny):
     assert len(names) == 36 and len(errors) == 2 * len(names)
     for label, error in errors.items():
         assert error and label.split(" ")[1] in error, f"{label}: {error}"
+
+
+def test_dummy_weights_start_and_serve(run_patched):
+    cases = [{"steps": STEPS, "lengths": [5], "engine": {"load_format": "dummy"}}]
+    done = run_patched(SERVE, json.dumps(cases), interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"})
+    (answer,) = last_line(done.stdout)
+    assert [len(text) for text in answer["served"]] == [64 - 5]

@@ -256,6 +256,8 @@ SHIPPED_SINCE = {
     "fresh-states": None,
     "grammar-end": "0.29.0",
     "block-verify-noise": "0.33.0",
+    "token-budget": None,
+    "sparse-proposal": None,
     "drafter-config": None,
     "drafter-method": None,
     "speculators-format": "0.29.0",
@@ -264,7 +266,11 @@ SHIPPED_SINCE = {
     "logprob-token-ids": None,
     "thinking-budget": "0.28.0",
     "dflash2/": "0.28.0",
+    "dflash2/configs/": None,
+    "dflash2/spec_decode/dflash2/": "0.28.0",
+    "dflash2/layers/dflash2/": None,
     "dflash2/beam/": "0.33.0",
+    "dflash2/beam/nvidia/": "0.33.0",
 }
 
 

@@ -64,15 +64,15 @@ class DFlash2BeamModel(DFlash2Qwen3Model):
 
     @cached_property
     def attn_layers(self) -> list[nn.Module]:
-        # As _attn_layers, which with dummy weights is not there before the first use. Finding them costs
-        # three times what checking their caches does.
+        # As _attn_layers, which is not there before the first weights are. Finding them costs three times what
+        # checking their caches does.
         return [layer.self_attn.attn for layer in self.layers]
 
     def build_context_kv_weights(self) -> None:
         """Stack what the context K/V of all layers needs: the K/V projections
         [L * 2 * kv_size, hidden_size] and the K-norm weights [L, head_dim].
 
-        `load_weights` ends with it; with dummy weights the first use does it.
+        The start ends with it, and the first use after `load_weights` does it.
         """
         self._build_fused_kv_buffers()
 

@@ -149,7 +149,17 @@ class DFlash2Speculator(DFlashSpeculator):
         self.truncated = wanted
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        super().init_cudagraph_manager(cudagraph_mode)
+        if self.speculative_config.enforce_eager:
+            cudagraph_mode = CUDAGraphMode.NONE
+        # However few drafts a schedule has verified, the block is drafted whole: one query length.
+        whole = self.vllm_config
+        self.vllm_config = copy.copy(whole)
+        self.vllm_config.speculative_config = copy.copy(self.speculative_config)
+        self.vllm_config.speculative_config.num_speculative_tokens_per_batch_size = None
+        try:
+            super().init_cudagraph_manager(cudagraph_mode)
+        finally:
+            self.vllm_config = whole
         self._compile_input_kernel()
 
     def _compile_input_kernel(self) -> None:

@@ -50,6 +50,7 @@ class DFlash2Speculator(DFlashSpeculator):
     truncated = False
     # The runner's, which knows the requests' sampling parameters.
     sampling_states: SamplingStates | None = None
+    vllm_config: VllmConfig
     max_num_tokens: int
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):

@@ -333,8 +333,8 @@ def walks(subject):
     kernel = torch.zeros(requests, STEPS, dtype=torch.int64)
     slots = torch.arange(requests, dtype=torch.int32).repeat_interleave(STEPS)
     walk(kernel, ids, unary, selector.hidden_projection(hidden), selector.predecessor_codebook,
-         selector.successor_codebook, anchors, slots, torch.zeros(requests * STEPS, dtype=torch.int64), torch.zeros(requests),
-         torch.zeros(requests, dtype=torch.int64))  # fmt: skip
+         selector.successor_codebook, anchors, slots, torch.zeros(requests * STEPS, dtype=torch.int64),
+         torch.zeros(requests), torch.zeros(requests, dtype=torch.int64))  # fmt: skip
     scores = selector(ids, unary, hidden, anchors)
     ids, at, paths = ids.view(requests, STEPS, 5), torch.zeros(requests, dtype=torch.int64), []
     for step in range(STEPS):

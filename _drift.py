@@ -2,11 +2,10 @@
 
 A reader maps a path below site-packages to the file's bytes, or to None where the release has no such
 file. There is one for wheels on the index that pip is configured for (ranged reads: megabytes, not
-300 MB a version), one for a folder and one for a git clone with tags. Nothing is written anywhere.
+300 MB per version), one for a folder and one for a git clone with tags. Nothing is written anywhere.
 """
 
 import ast
-import json
 import ssl
 import subprocess
 import sys
@@ -15,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import _tree
-from _patchlib import PatchSet, Problem, Read, Report, survey, tree_object
+from _patchlib import PatchSet, Problem, Report, State, release
+from _site import reader, survey
+from _source import Read
 
 UNREADABLE = "UNREADABLE"
 CONNECTIONS = 8
@@ -29,7 +30,7 @@ def tree_reader(tree: Path) -> Read:
     """Read a source checkout or an unpacked site-packages folder."""
     if not (tree / "vllm" / "__init__.py").is_file():
         raise Problem(f"{tree} holds no vllm/__init__.py; --tree takes the folder that contains vllm/")
-    return _tree.reader(tree)
+    return reader(tree)
 
 
 def _git(clone: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess:
@@ -127,7 +128,7 @@ class Index:
         from unearth.fetchers.sync import PyPIClient
 
         with _network_errors("the package index could not be read"):
-            client = PyPIClient(
+            client: Any = PyPIClient(
                 trusted_hosts=self._trusted,
                 verify=ssl.create_default_context(cafile=self._cert) if self._cert else True,
                 timeout=TIMEOUT_S,
@@ -157,7 +158,7 @@ class Index:
 
     def _links(self, version: str) -> list:
         exact = [package.link for package in self._packages if package.version == version]
-        return exact or [package.link for package in self._packages if package.version.split("+")[0] == version]
+        return exact or [package.link for package in self._packages if release(package.version) == release(version)]
 
     def _open_remote(self, link) -> zipfile.ZipFile:
         from remotezip import RangeNotSupported, RemoteZip
@@ -166,7 +167,7 @@ class Index:
             try:
                 return RemoteZip(_without_login(link.url), session=self._session(link.url), timeout=TIMEOUT_S)
             except RangeNotSupported:
-                # Whoever wants 300 MB a version can ask for them; the drift check does not.
+                # Whoever wants 300 MB per version can ask for them; the drift check does not.
                 raise Problem(
                     f"the server of {link.filename} answers no ranged reads; "
                     "download the wheel with pip and name its folder in PIP_FIND_LINKS"
@@ -258,30 +259,29 @@ def how_to_read(versions: list[str], tree: str | None, git: str | None):
     return partial(_wheel_of, Index(_ask_pip()))
 
 
-def main(patch_set: PatchSet, versions: list[str], tree: str | None, git: str | None, as_json: bool) -> int:
-    """Print what each version is to us, and return the exit code."""
+def survey_releases(
+    patch_set: PatchSet, versions: list[str], tree: str | None = None, git: str | None = None
+) -> dict[str, Report | str]:
+    """What each version is to us, or the sentence that says why it could not be read."""
     versions = list(dict.fromkeys(version.removeprefix("v") for version in versions))
     try:
-        results = survey_all(how_to_read(versions, tree, git), versions, patch_set)
+        return survey_all(how_to_read(versions, tree, git), versions, patch_set)
     except ImportError as error:
         message = f"--drift needs {error.name}; run: {sys.executable} -m pip install -r requirements-drift.txt"
-        results = dict.fromkeys(versions, message)
+        return dict.fromkeys(versions, message)
     except Problem as problem:
-        results = dict.fromkeys(versions, str(problem))
-    print(json.dumps(as_object(results), indent=2) if as_json else "\n".join(lines(results, patch_set)))
-    print("".join(f"{line}\n" for line in faults(results)), end="", file=sys.stderr)
-    return exit_code(results)
+        return dict.fromkeys(versions, str(problem))
 
 
 # What is printed.
 
 HEADINGS = {
-    "APPLY": "can be patched",
-    "NOOP": "patched already",
-    "SHIPPED": "ships DFlash2",
-    "OUTDATED": "patched by an older version of this tool",
-    "PARTIAL": "patched in part",
-    "DRIFT": "drifted",
+    State.APPLY: "can be patched",
+    State.NOOP: "patched already",
+    State.SHIPPED: "ships DFlash2",
+    State.OUTDATED: "patched by an older version of this tool",
+    State.PARTIAL: "patched in part",
+    State.DRIFT: "drifted",
     UNREADABLE: "could not be read",
 }
 
@@ -290,48 +290,31 @@ def verdict(result: Report | str) -> str:
     return UNREADABLE if isinstance(result, str) else result.verdict
 
 
-def exit_code(results: dict[str, Report | str]) -> int:
-    """0 if every version is fine, 2 on drift, 3 if one could not be read: the worst wins."""
-    found = set(map(verdict, results.values()))
-    if UNREADABLE in found:
-        return 3
-    return 0 if found <= {"APPLY", "NOOP", "SHIPPED"} else 2
-
-
-def as_object(results: dict[str, Report | str]) -> dict:
-    """The object that `--json` prints: that of a single tree under each version."""
-    versions = {
-        version: tree_object(None, 3, version, result) if isinstance(result, str) else result.as_json()
-        for version, result in results.items()
-    }
-    return {"versions": versions, "exit_code": exit_code(results)}
-
-
 def lines(results: dict[str, Report | str], patch_set: PatchSet) -> list[str]:
     """The matrix, what an upgrade to each release that ships DFlash2 costs, what is wrong, one sentence."""
     reports = [result for result in results.values() if isinstance(result, Report)]
-    upgrades = [upgrade_report(report, patch_set) for report in reports if report.verdict == "SHIPPED"]
-    verdicts = [report.message for report in reports if report.verdict in ("DRIFT", "PARTIAL", "OUTDATED")]
+    upgrades = [upgrade_report(report, patch_set) for report in reports if report.verdict == State.SHIPPED]
+    verdicts = [report.message for report in reports if report.verdict in (State.DRIFT, State.PARTIAL, State.OUTDATED)]
     parts = [matrix(results), upgrades, verdicts, [sentence(results)]]
     return [line for part in parts if part for line in (*part, "")][:-1]
 
 
 def faults(results: dict[str, Report | str]) -> list[str]:
-    """What drifted and why versions could not be read, a line for each reason; the diffs are in the JSON."""
+    """What drifted and why versions could not be read, one line per reason; the diffs are in the JSON."""
     found: dict[str, list[str]] = {}
     for version, result in results.items():
         if isinstance(result, str):
             found.setdefault(result, []).append(version)
             continue
         for row in result.patches:
-            if row.state in ("DRIFT", "PARTIAL"):
+            if row.state in (State.DRIFT, State.PARTIAL):
                 reason = row.detail.splitlines()[0]
                 found.setdefault(reason, []).append(f"{version} {row.name} {row.state}")
     return [f"{', '.join(subjects)}: {reason}" for reason, subjects in found.items()]
 
 
 def matrix(results: dict[str, Report | str]) -> list[str]:
-    """Aligned: a row a patch, a column a version, the verdicts below."""
+    """Aligned: one row per patch, one column per version, the verdicts below."""
     states = {
         version: {} if isinstance(result, str) else {row.name: row.state for row in result.patches}
         for version, result in results.items()
@@ -348,8 +331,8 @@ def upgrade_report(report: Report, patch_set: PatchSet) -> str:
     """What someone who has all our patches keeps and loses by moving to a release that ships DFlash2."""
     further = {patch.name for patch in patch_set.patches if not patch.core}
     rows = [row for row in report.patches if row.name in further]
-    ships = [row.name for row in rows if row.state == "SHIPPED"]
-    loses = [row.name for row in rows if row.state == "MISSING"]
+    ships = [row.name for row in rows if row.state == State.SHIPPED]
+    loses = [row.name for row in rows if row.state == State.MISSING]
     return (
         f"{report.version} ships {len(ships)} of our {len(rows)} further fixes ({_names(ships)}); "
         f"moving to it loses {len(loses)} ({_names(loses)})."

@@ -1,218 +1,369 @@
-"""The patch tool's core: what state a tree is in, and what would be written.
+"""The patch tool's core: what a patch is, what state a tree is in, and what would be written.
 
-Text in, verdict out. A tree is reached only through a function that maps a path to bytes, so a
-site-packages folder, a wheel on an index, a checkout and a git tag are all judged alike, and nothing
-here can write. `_tree.py` holds the half that touches a disk.
+Text in, plan out. A tree is reached only through a function that maps a path to bytes, so a site-packages folder, a
+wheel on an index, a checkout and a git tag are all judged alike, and nothing here can write.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
 
-from _patchdata import HOME, Hunk, Patch, PatchSet, Sign, load, path_fault
-from _patchtext import (
-    EXIT_CODES,
-    Problem,
+from _source import (
+    NotPython,
     Read,
     decode,
-    difference,
-    edit,
-    has_sign,
-    hits,
+    definitions,
+    find_in_scope,
+    find_lines,
+    has_marker,
     missing_imports,
+    near_miss,
     nearest,
-    outline,
-    places,
+    replace_lines,
+    same_code,
     scope_lines,
     sha256,
     syntax_error,
 )
 
-__all__ = ["Hunk", "Patch", "PatchSet", "Problem", "Read", "Report", "Row", "Sign", "load", "survey"]
+__version__ = "0.2.0"
 
-SUPPORTED = ("0.27.0", "0.27.1")
-STATES = ("DRIFT", "PARTIAL", "OUTDATED", "APPLY", "NOOP", "SHIPPED", "MISSING")  # the worst first
-RECORD = f"{HOME}/record.json"
+# Our record, inside the tree so that it travels with it.
+STATE_DIR = "vllm/_dflash2_patch"
+STATE_FILE = f"{STATE_DIR}/record.json"
 
 EDITED = "edited by someone else"
+CONTEXT_LINES = 3
 
 
-@dataclass(frozen=True)
-class Row:
-    """The state of one patch, or of the installed files that come from one folder."""
+class State(StrEnum):
+    """Of a patch, of the files from one folder, and of a tree. The worst comes first."""
 
-    name: str
-    state: str
-    files: tuple[str, ...]
-    detail: str
-    shipped_in: str | None
+    DRIFT = "DRIFT"
+    PARTIAL = "PARTIAL"
+    OUTDATED = "OUTDATED"
+    APPLY = "APPLY"
+    NOOP = "NOOP"
+    SHIPPED = "SHIPPED"
+    MISSING = "MISSING"
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was found in a tree. `exit_code` is what `--check` exits with.
+class Problem(Exception):
+    """Something a user can cause: the message says what it is and what to do.
 
-    changes  path -> bytes that it would hold, None for a file that would go; empty unless the
-             verdict is APPLY, or OUTDATED, where they are relative to the kept originals
+    state  of the tree (PARTIAL or DRIFT), None if the environment or our own data is at fault
     """
 
-    verdict: str
-    exit_code: int
-    version: str
-    patches: tuple[Row, ...]
-    message: str
-    changes: dict[str, bytes | None] = field(default_factory=dict)
-
-    @property
-    def applies(self) -> tuple[str, ...]:
-        """Names of the rows whose text is in the tree once the report's changes are made."""
-        return tuple(row.name for row in self.patches if row.state in ("APPLY", "OUTDATED", "NOOP"))
-
-    def as_json(self) -> dict:
-        """The object that `--json` prints for one tree."""
-        rows = [{**vars(row), "files": list(row.files)} for row in self.patches]
-        return tree_object(self.verdict, self.exit_code, self.version, self.message, rows)
+    def __init__(self, message: str, state: State | None = None):
+        super().__init__(message)
+        self.state = state
 
 
-def tree_object(
-    verdict: str | None, exit_code: int, version: str | None, message: str, rows: Iterable[dict] = ()
-) -> dict:
-    """What `--json` prints for one tree, also for one that could not be judged."""
-    found = {"verdict": verdict, "exit_code": exit_code, "version": version, "message": message}
-    return {**found, "patches": list(rows)}
+# What a patch is.
 
 
-# The record that a patched tree carries.
+@dataclass(frozen=True)
+class Hunk:
+    """Replace `old` by `new`, once, inside one scope of one file. Both are whole lines.
+
+    file   POSIX path below site-packages
+    scope  dotted name of the class or function that holds the match; "" is the module's top level
+    """
+
+    file: str
+    scope: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Syntax that shows a feature: a node in `scope` of `file` starts, as `ast.unparse` spells it, with `text`."""
+
+    file: str
+    scope: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One seam.
+
+    upstream    the change that it corresponds to
+    shipped_in  the release that has it; from there on the patch can be dropped. None: no release yet
+    hunks       their scopes exist once before and after
+    defines     (file, dotted name) of further definitions that exist exactly once afterwards
+    shipped     alternatives; each is a tuple of markers that must all be there
+    core        part of the port itself; a release that ships the port without a further fix (False) is not patched
+    """
+
+    name: str
+    why: str
+    upstream: str
+    shipped_in: str | None
+    hunks: tuple[Hunk, ...] = ()
+    defines: tuple[tuple[str, str], ...] = ()
+    shipped: tuple[tuple[Marker, ...], ...] = ()
+    core: bool = False
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """Everything one version of this tool puts into a tree.
+
+    files         destination -> bytes of each installed file
+    folders       row name (the source's folder) -> its destinations
+    supported     the vLLM releases that the patches are written for
+    shipped_from  the first release that ships the port
+    digest        changes whenever a byte that would be written changes
+    """
+
+    patches: tuple[Patch, ...]
+    files: dict[str, bytes]
+    folders: dict[str, tuple[str, ...]]
+    supported: tuple[str, ...]
+    shipped_from: str
+    digest: str
+
+    def hunks(self, file: str | None = None) -> list[Hunk]:
+        """All hunks, or those of one file."""
+        return [hunk for patch in self.patches for hunk in patch.hunks if file in (None, hunk.file)]
+
+    def supports(self, version: str) -> bool:
+        return release(version) in map(release, self.supported)
+
+
+def load(
+    patches: Iterable[Patch],
+    installed: Mapping[str, str],
+    source: Read,
+    supported: tuple[str, ...] = ("0.27.0", "0.27.1"),
+    shipped_from: str = "0.28.0",
+) -> PatchSet:
+    """Gather what this copy of the tool writes; Problem names a patch or file with an impossible name or path.
+
+    installed  source -> destination
+    source     reads a path below this repo
+    """
+    patches = tuple(patches)
+    for name, count in Counter(patch.name for patch in patches).items():
+        if count > 1 or not re.fullmatch(r"[\w.-]+", name):
+            raise Problem(f"patch {name}: {count} patches have this name, which must be one word and unique")
+    for patch in patches:
+        for hunk in patch.hunks:
+            if fault := path_fault(hunk.file):
+                raise Problem(f"patch {patch.name}: {fault}")
+    files: dict[str, bytes] = {}
+    folders: dict[str, tuple[str, ...]] = {}
+    patched = {hunk.file for patch in patches for hunk in patch.hunks}
+    for path, destination in installed.items():
+        data = source(path)
+        if data is None:
+            raise Problem(f"{path}: INSTALLED names it, but this copy of the tool has no such file")
+        if fault := path_fault(destination):
+            raise Problem(f"{path}: {fault}")
+        if destination in files or destination in patched:
+            raise Problem(f"{path}: {destination} is written twice")
+        # A checkout with CRLF line ends must install the same bytes as any other.
+        files[destination] = _lf(data)
+        row = path.rpartition("/")[0] + "/"
+        folders[row] = (*folders.get(row, ()), destination)
+    hunks = [(patch.name, hunk.file, hunk.scope, hunk.old, hunk.new) for patch in patches for hunk in patch.hunks]
+    texts = sorted((path, sha256(data)) for path, data in files.items())
+    return PatchSet(patches, files, folders, supported, shipped_from, sha256(json.dumps([hunks, texts]).encode()) or "")
+
+
+def path_fault(path: str) -> str | None:
+    """Why a path cannot be a file or folder of vLLM's that we touch, or None."""
+    parts = path.split("/")
+    if not path.isprintable():
+        return f"{path!r} is not a path"
+    if parts[0] != "vllm" or len(parts) < 2 or {"", ".", ".."} & set(parts) or path.startswith(STATE_DIR + "/"):
+        return f"{path} is not a path below vllm/"
+    return None
+
+
+def release(version: str) -> tuple[tuple[int, ...], str]:
+    """What two versions have in common that PEP 440 calls equal: (numbers, pre-, post- or development suffix).
+
+    The local label is left out: 0.27.1+rocm is 0.27.1, and so are v0.27.1, 0.27.01 and 0.27.1.0. 0.27.1.post1 is not.
+    """
+    match = re.fullmatch(r"\s*v?(\d+(?:\.\d+)*)([^+]*)(?:\+.*)?", version, re.IGNORECASE)
+    if not match:
+        return (), version
+    numbers = [int(number) for number in match[1].split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers), match[2].strip(" .-_").lower()
+
+
+def is_newer(record: "Record") -> bool:
+    """Whether a newer version of this tool wrote a record."""
+    return release(record.tool)[0] > release(__version__)[0]
+
+
+def _lf(data: bytes) -> bytes:
+    return data.replace(b"\r\n", b"\n")
+
+
+# What was done to a tree.
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file of a plan; None stands for no file."""
+
+    path: str
+    before: bytes | None
+    after: bytes | None
+
+
+@dataclass(frozen=True)
+class Written(Hunk):
+    """A hunk as it was written, with the lines of the original above and below it."""
+
+    above: str = ""
+    below: str = ""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A patched file: its hashes, None if they are not known, and what was written.
+
+    original  its bytes before us, which the first format of the record kept instead of the hunks
+    """
+
+    before: str | None
+    after: str | None
+    hunks: tuple[Written, ...]
+    original: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was done to a tree.
+    """What one version of this tool did to a tree.
 
-    digest   of the patch set that did it
-    patches  names of the patches that were applied
-    files    path -> (sha256 before, sha256 after); before is None for a file that we added
-    folders  that we made, the outer ones first
-    wheel    path of the RECORD file that was brought up to date, or None
+    tool         its version; digest is that of its patch set
+    version      of vLLM
+    patches      names of the patches and folders that were applied
+    files, added what was patched; path -> hash of what was added
+    folders      that we made, the outer ones first
+    wheel        path of the RECORD file that was brought up to date, or None
+    wheel_lines  path -> the line of RECORD that was replaced
     """
 
+    tool: str
     digest: str
     version: str
     patches: tuple[str, ...]
-    files: dict[str, tuple[str | None, str]]
+    files: dict[str, FileRecord]
+    added: dict[str, str]
     folders: tuple[str, ...] = ()
     wheel: str | None = None
-
-    def dump(self) -> bytes:
-        return json.dumps({"format": 1, **vars(self)}, indent=1).encode()
-
-
-def read_record(read: Read) -> Record | None:
-    """The record in a tree, None where there is none; Problem where it is not one of ours."""
-    data = read(RECORD)
-    if data is None:
-        return None
-    try:
-        given = json.loads(data)
-        if given.pop("format") != 1:
-            raise ValueError("of another format")
-        files = {path: (before, after) for path, (before, after) in given.pop("files").items()}
-        record = Record(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}, files=files)
-        if fault := _record_fault(record):
-            raise ValueError(fault)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Problem(f"{RECORD} is damaged ({error}): reinstall vLLM, then apply again", "PARTIAL") from None
-    return record
-
-
-def _record_fault(record: Record) -> str | None:
-    """What cannot be ours in a record: revert writes and removes what it names."""
-    hashes = [entry for pair in record.files.values() for entry in pair if entry is not None]
-    if not all(isinstance(text, str) for text in (record.digest, record.version, *record.patches, *hashes)):
-        return "a value is not text"
-    for path in (*record.files, *(folder for folder in record.folders if not _is_home(folder))):
-        if fault := path_fault(path):
-            return fault
-    if not record.files:
-        return "it names no file"
-    wheel = record.wheel or "_.dist-info/RECORD"
-    if not re.fullmatch(r"[^/\0]+\.dist-info/RECORD", wheel):
-        return f"{wheel} is not the RECORD of a wheel"
-    return None
-
-
-def _is_home(folder: str) -> bool:
-    return (folder + "/").startswith(HOME + "/") and ".." not in folder.split("/")
-
-
-def kept(path: str) -> str:
-    """Where the original of a changed file is kept. The suffix keeps it from being imported or compiled."""
-    return f"{HOME}/originals/{path}.orig"
-
-
-def original(read: Read, record: Record, path: str) -> bytes | None:
-    """The bytes that a recorded file had before us, None where there was none; Problem if they are lost."""
-    before, _ = record.files[path]
-    if before is None:
-        return None
-    data = read(kept(path))
-    if data is None or sha256(data) != before:
-        raise Problem(f"{kept(path)} is missing or damaged, so {path} cannot be restored: reinstall vLLM", "PARTIAL")
-    return data
-
-
-def edited(read: Read, record: Record) -> list[str]:
-    """Recorded files that hold neither what they held before us nor what we wrote."""
-    found = {path: read(path) for path in record.files}
-    return [path for path, data in found.items() if sha256(data) not in record.files[path]]
+    wheel_lines: Mapping[str, str] = field(default_factory=dict)
 
 
 # The verdict on a tree.
 
 
-def survey(read: Read, version: str, patch_set: PatchSet) -> Report:
+@dataclass(frozen=True)
+class Finding:
+    """A state, and why if that needs saying."""
+
+    state: State
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """The state of one patch, or of the installed files that come from one folder."""
+
+    name: str
+    state: State
+    files: tuple[str, ...]
+    detail: str
+    shipped_in: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in a tree, and the plan if the verdict is APPLY or OUTDATED.
+
+    back     takes an older version of this tool out, before anything else
+    changes  what is then written; `before` is what `back` leaves
+    record   of these changes, but for what only the disk knows: folders and wheel
+    """
+
+    verdict: State
+    version: str
+    patches: tuple[PatchStatus, ...]
+    message: str
+    back: tuple[Change, ...] = ()
+    changes: tuple[Change, ...] = ()
+    record: Record | None = None
+
+    @property
+    def applies(self) -> tuple[str, ...]:
+        """Names of the rows whose text is in the tree once the plan is carried out."""
+        return tuple(row.name for row in self.patches if row.state in (State.APPLY, State.OUTDATED, State.NOOP))
+
+
+def survey(
+    read: Read, version: str, patch_set: PatchSet, record: Record | None = None, before: Read | None = None
+) -> Report:
     """Judge a tree and plan what applying would write. Pure: nothing is written.
 
-    read     path below site-packages -> bytes, None where there is no such file; what it raises passes through
+    read     path below site-packages -> bytes, None if there is no such file; what it raises passes through
     version  of the vLLM in the tree, "0.27.1" or "0.27.1+rocm"
-    Raises Problem if the tree's record is damaged or of another vLLM, or if our patches overlap in the tree.
+    record   of what this version of the tool did to the tree, if anything
+    before   the tree without that
+    Raises Problem if our patches overlap in the tree.
     """
-    read = _once(read)
-    record = read_record(read)
-    if record and record.version.split("+")[0] != version.split("+")[0]:
-        raise Problem(
-            f"this tree was vLLM {record.version} when it was patched and is {version} now, without having been "
-            "uninstalled in between: remove it whole and install it again",
-            "PARTIAL",
-        )
-    if record and record.digest != patch_set.digest:
-        return _survey_outdated(read, version, patch_set, record)
-    rows, ships = _judge(read, patch_set, record)
-    supported = version.split("+")[0] in SUPPORTED
-    if not supported and not ships:
-        rows = [_unsupported(row, version) for row in rows]
-    if supported and ships:
-        rows = [_foreign(row, version) for row in rows]
-    verdict = overall(row.state for row in rows)
-    changes = {}
-    if verdict == "APPLY":
-        changes, faults = _plan(read, patch_set, [row.name for row in rows if row.state == "APPLY"])
-        rows = [_drifted(row, faults[row.name]) if row.name in faults else row for row in rows]
-        verdict = overall(row.state for row in rows)
-    message = _message(verdict, version, rows, supported or ships, record is not None)
-    return Report(verdict, EXIT_CODES[verdict], version, tuple(rows), message, {} if verdict == "DRIFT" else changes)
+    read = cached(read)
+    rows, ships_port = _judge(read, before or read, patch_set, record)
+    # A build that takes its version from git may have renamed the tree since.
+    supported = patch_set.supports(record.version if record else version)
+    if not supported and not ships_port:
+        names = " or ".join(patch_set.supported)
+        rows = [_changed(row, State.APPLY, State.DRIFT, f"not applied: vLLM {version} is not {names}") for row in rows]
+    if supported and ships_port:
+        # No supported release ships the port: without a record it is somebody's patch, or an old one of ours.
+        detail = f"vLLM {version} does not ship this: someone patched it in"
+        rows = [_changed(row, State.SHIPPED, State.PARTIAL, detail) for row in rows]
+    report = Report(worst(row.state for row in rows), version, tuple(rows), "")
+    if report.verdict == State.APPLY:
+        report = _plan(read, report, patch_set)
+    return replace(report, message=message(report, patch_set, record, supported or ships_port))
 
 
-def overall(states: Iterable[str]) -> str:
+def _changed(row: PatchStatus, state: State, to: State, detail: str) -> PatchStatus:
+    return replace(row, state=to, detail=detail) if row.state == state else row
+
+
+def worst(states: Iterable[State]) -> State:
     """The worst state wins. MISSING changes nothing; APPLY beside NOOP means that part of it is there."""
-    found = set(states) - {"MISSING"}
-    if {"APPLY", "NOOP"} <= found:
-        found.add("PARTIAL")
-    return min(found, key=STATES.index, default="SHIPPED")
+    found = set(states) - {State.MISSING}
+    if {State.APPLY, State.NOOP} <= found:
+        found.add(State.PARTIAL)
+    return min(found, key=[*State].index, default=State.SHIPPED)
 
 
-def _once(read: Read) -> Read:
+def combine(findings: list[Finding]) -> Finding:
+    """One finding for several: what is lost beside text of ours was ours, so it is PARTIAL and not DRIFT."""
+    states = {finding.state for finding in findings}
+    state = min(states, key=[*State].index)
+    if len(states) > 1 and states & {State.NOOP, State.PARTIAL}:
+        return Finding(State.PARTIAL, "\n".join(f.detail for f in findings if f.state != State.NOOP))
+    if state in (State.APPLY, State.NOOP):
+        return Finding(state)
+    return Finding(state, "\n".join(finding.detail for finding in findings if finding.state == state))
+
+
+def cached(read: Read) -> Read:
     """The tree as it was when each file was first asked for, so that one survey judges one state."""
     seen: dict[str, bytes | None] = {}
 
@@ -224,192 +375,187 @@ def _once(read: Read) -> Read:
     return reading
 
 
+def overlay(read: Read, changes: Iterable[Change]) -> Read:
+    """The tree as it would be after these changes."""
+    after = {change.path: change.after for change in changes}
+    return lambda path: after[path] if path in after else read(path)
+
+
 def _text(read: Read, path: str) -> str | None:
     data = read(path)
     return None if data is None else decode(data)
 
 
-def _drifted(row: Row, detail: str) -> Row:
-    return replace(row, state="DRIFT", detail=detail)
-
-
-def _unsupported(row: Row, version: str) -> Row:
-    if row.state != "APPLY":
-        return row
-    return _drifted(row, f"not applied: vLLM {version} is not {' or '.join(SUPPORTED)}")
-
-
-def _foreign(row: Row, version: str) -> Row:
-    """No 0.27 release ships the port: without a record it is somebody's patch, or an old one of ours."""
-    if row.state != "SHIPPED":
-        return row
-    return replace(row, state="PARTIAL", detail=f"vLLM {version} does not ship this: someone patched it in")
-
-
-def _judge(read: Read, patch_set: PatchSet, record: Record | None) -> tuple[list[Row], bool]:
+def _judge(read: Read, before: Read, patch_set: PatchSet, record: Record | None) -> tuple[list[PatchStatus], bool]:
     """The rows, and whether this release ships the port itself."""
     applied = set(record.patches) if record else set()
+    asked = (
+        [] if not record and _mostly_ours(read, patch_set) else [p for p in patch_set.patches if p.name not in applied]
+    )
     # Text that we inserted is no sign that upstream has a feature: only a text without ours is asked.
-    before = _before_us(read, record) if record else read
-    ours = not record and _mostly_ours(read, patch_set)
-    shipped = {p.name for p in patch_set.patches if not ours and p.name not in applied and ships(before, p)}
-    core = {p.name for p in patch_set.patches if p.core}
+    shipped = {patch.name for patch in asked if ships(before, patch)}
+    core = {patch.name for patch in patch_set.patches if patch.core}
     if not record and core and core <= shipped and any(read(path) is not None for path in patch_set.files):
         return _shipping_rows(read, patch_set, shipped), True
     folders = [_folder_row(read, patch_set, name, record) for name in patch_set.folders]
-    installed = overall(row.state for row in folders) if folders else "NOOP"
+    installed = worst(row.state for row in folders) if folders else State.NOOP
     rows = []
     for patch in patch_set.patches:
         if patch.name in shipped and not _half_done(read, patch):
-            rows.append(_row(patch, "SHIPPED", _upstream(patch)))
+            rows.append(_shipped_row(patch))
         elif not patch.hunks:
-            rows.append(_row(patch, installed, patch.why))
+            rows.append(_row(patch, Finding(installed)))
         else:
-            rows.append(_patch_row(read, patch_set, patch, record if patch.name in applied else None))
+            rows.append(_row(patch, _patch_finding(read, patch_set, patch, record if patch.name in applied else None)))
     return rows + folders, False
 
 
 def ships(read: Read, patch: Patch) -> bool:
-    """Whether all signs of one of the patch's alternatives are in the tree."""
-    return any(all(_has(read, sign) for sign in signs) for signs in patch.shipped)
+    """Whether all markers of one of the patch's alternatives are in the tree."""
+    return any(all(_has(read, marker) for marker in markers) for markers in patch.shipped)
 
 
-def _has(read: Read, sign: Sign) -> bool:
-    text = _text(read, sign.file)
-    return text is not None and has_sign(text, sign.scope, sign.pattern)
+def _has(read: Read, marker: Marker) -> bool:
+    text = _text(read, marker.file)
+    return text is not None and has_marker(text, marker.scope, marker.text)
+
+
+def _has_new(read: Read, hunk: Hunk) -> bool:
+    return bool(find_lines(_text(read, hunk.file) or "", hunk.new))
 
 
 def _mostly_ours(read: Read, patch_set: PatchSet) -> bool:
     """Without a record: a line or two may be the same upstream, most of our text is not."""
     hunks = patch_set.hunks()
-    found = [hunk for hunk in hunks if hits(_text(read, hunk.file) or "", hunk.new)]
-    return len(found) * 2 > len(hunks)
+    return sum(_has_new(read, hunk) for hunk in hunks) * 2 > len(hunks)
 
 
 def _half_done(read: Read, patch: Patch) -> bool:
-    """Whether a part of our text was put there by hand: the signs may lie in that part, and the rest is missing."""
-    found = [bool(hits(_text(read, hunk.file) or "", hunk.new)) for hunk in patch.hunks]
-    return any(found) and not all(found)
+    """Whether a part of our text was put there by hand: the markers may lie in that part, and the rest is missing."""
+    return len({_has_new(read, hunk) for hunk in patch.hunks}) == 2
 
 
-def _before_us(read: Read, record: Record) -> Read:
-    """The tree as it was before us."""
-    return _once(lambda path: original(read, record, path) if path in record.files else read(path))
-
-
-def _shipping_rows(read: Read, patch_set: PatchSet, shipped: set[str]) -> list[Row]:
-    rows = []
-    for patch in patch_set.patches:
-        if patch.name in shipped:
-            rows.append(_row(patch, "SHIPPED", _upstream(patch)))
-        else:
-            rows.append(_row(patch, "MISSING", f"this release lacks it: {patch.why}"))
+def _shipping_rows(read: Read, patch_set: PatchSet, shipped: set[str]) -> list[PatchStatus]:
+    missing = [_row(p, Finding(State.MISSING, f"this release lacks it: {p.why}")) for p in patch_set.patches]
+    rows = [_shipped_row(p) if p.name in shipped else row for p, row in zip(patch_set.patches, missing)]
     for name, files in patch_set.folders.items():
         if any(read(path) is not None for path in files):
-            rows.append(Row(name, "SHIPPED", files, "upstream's own modules", None))
+            rows.append(PatchStatus(name, State.SHIPPED, files, "upstream's own modules"))
         else:
-            rows.append(Row(name, "MISSING", files, "this release has no such modules", None))
+            rows.append(PatchStatus(name, State.MISSING, files, "this release has no such modules"))
     return rows
 
 
-def _upstream(patch: Patch) -> str:
-    return f"upstream has it since {patch.shipped_in}" if patch.shipped_in else "upstream has it"
+def _shipped_row(patch: Patch) -> PatchStatus:
+    since = f"upstream has it since {patch.shipped_in}" if patch.shipped_in else "upstream has it"
+    return _row(patch, Finding(State.SHIPPED, since))
 
 
-def _row(patch: Patch, state: str, detail: str) -> Row:
+def _row(patch: Patch, finding: Finding) -> PatchStatus:
     files = tuple(dict.fromkeys(hunk.file for hunk in patch.hunks))
-    return Row(patch.name, state, files, detail, patch.shipped_in)
+    return PatchStatus(patch.name, finding.state, files, finding.detail or patch.why, patch.shipped_in)
 
 
-def _folder_row(read: Read, patch_set: PatchSet, name: str, record: Record | None) -> Row:
+def _folder_row(read: Read, patch_set: PatchSet, name: str, record: Record | None) -> PatchStatus:
     files = patch_set.folders[name]
-    findings = [_file_finding(read(path), patch_set.files[path], path, record) for path in files]
-    state, detail = _together(findings)
-    return Row(name, state, files, detail or f"{len(files)} files of our own", None)
+    finding = combine([_file_finding(read(path), patch_set.files[path], path, record) for path in files])
+    return PatchStatus(name, finding.state, files, finding.detail or f"{len(files)} files of our own")
 
 
-def _file_finding(data: bytes | None, wanted: bytes, path: str, record: Record | None) -> tuple[str, str]:
-    if data == wanted:
-        return "NOOP", ""
+def _file_finding(data: bytes | None, wanted: bytes, path: str, record: Record | None) -> Finding:
     if data is None:
-        return ("PARTIAL", f"{path}: missing, removed by someone else") if record else ("APPLY", "")
-    return "PARTIAL", f"{path}: {EDITED}" if record else f"{path}: a file that is not ours is in the way"
+        lost = Finding(State.PARTIAL, f"{path}: missing, removed by someone else")
+        return lost if record else Finding(State.APPLY, f"{path}: missing")
+    if _lf(data) == wanted:
+        return Finding(State.NOOP)
+    return Finding(State.PARTIAL, f"{path}: " + (EDITED if record else "a file that is not ours is in the way"))
 
 
-def _patch_row(read: Read, patch_set: PatchSet, patch: Patch, record: Record | None) -> Row:
+def _patch_finding(read: Read, patch_set: PatchSet, patch: Patch, record: Record | None) -> Finding:
     """`record` says that the patch was applied, None that it was not or that nobody knows."""
     files = {hunk.file for hunk in patch.hunks}
-    if record and all(sha256(read(path)) == record.files.get(path, (None, ""))[1] for path in files):
-        return _row(patch, "NOOP", patch.why)
+    if record and all(path in record.files and sha256(read(path)) == record.files[path].after for path in files):
+        return Finding(State.NOOP)
     findings = []
     for number, hunk in enumerate(patch.hunks, 1):
-        text, beside = _text(read, hunk.file), patch_set.hunks(hunk.file)
-        state, detail = judge(text, hunk, beside, record is not None)
+        finding = judge(_text(read, hunk.file), hunk, patch_set.hunks(hunk.file), record is not None)
         where = f"{hunk.file}: hunk {number} of {patch.name}, in {hunk.scope or 'the top level'}: "
-        findings.append((state, where + detail))
-    state, detail = _together(findings)
-    if state == "NOOP" and (fault := _definition_fault(read, patch)):
-        state, detail = "PARTIAL", fault
-    return _row(patch, state, detail or patch.why)
+        findings.append(replace(finding, detail=where + finding.detail))
+    finding = combine(findings)
+    if finding.state == State.NOOP and (fault := _definition_fault(read, patch)):
+        return Finding(State.PARTIAL, fault)
+    return finding
 
 
-def _together(findings: list[tuple[str, str]]) -> tuple[str, str]:
-    """One state for several: what is lost beside text of ours was ours, so it is PARTIAL and not DRIFT."""
-    states = {state for state, _ in findings}
-    worst = min(states, key=STATES.index)
-    if len(states) > 1 and ({"NOOP", "PARTIAL"} & states):
-        details = [detail for state, detail in findings if state != "NOOP"]
-        return "PARTIAL", "\n".join(details)
-    details = [detail for state, detail in findings if state == worst]
-    return worst, "" if worst in ("APPLY", "NOOP") else "\n".join(details)
-
-
-def judge(text: str | None, hunk: Hunk, beside: Iterable[Hunk] = (), applied: bool = False) -> tuple[str, str]:
-    """(NOOP, APPLY, PARTIAL or DRIFT, why) of one hunk in a file's text, which is None where there is no text.
+def judge(text: str | None, hunk: Hunk, beside: Iterable[Hunk] = (), applied: bool = False) -> Finding:
+    """NOOP, APPLY, PARTIAL or DRIFT: one hunk in a file's text, which is None if there is no text.
 
     beside   the hunks of the same file; their new text may hold what this one looks for
-    applied  the record says that the new text was put there
+    applied  a record says that the new text was put there
     """
-    lost = "PARTIAL" if applied else "DRIFT"
+    lost = State.PARTIAL if applied else State.DRIFT
     if text is None:
-        return lost, "the file is missing or not UTF-8"
+        return Finding(lost, "the file is missing or not UTF-8")
     try:
-        if hunk.scope and len(outline(text).get(hunk.scope, ())) != 1:
-            return lost, _scope_count(text, hunk.scope) + difference(text, hunk.scope, hunk.old)
-        old, new = _old_and_new(text, hunk, beside)
-    except Problem as error:
-        if error.verdict is None:
-            raise
-        return lost, str(error)
+        count = len(definitions(text).get(hunk.scope, ())) if hunk.scope else 1
+        if count != 1:
+            found = f"{hunk.scope} is defined {count} times" if count else f"there is no {hunk.scope}"
+            return Finding(lost, found + near_miss(text, hunk.scope, hunk.old))
+        old, new = find_free(text, hunk, beside)
+    except NotPython as error:
+        return Finding(lost, str(error))
     if len(new) == 1 and not old:
-        return "NOOP", "the new text is there"
+        return Finding(State.NOOP, "the new text is there")
     if applied and len(old) == 1 and not new:
-        return "PARTIAL", "the original text is back"
+        return Finding(State.PARTIAL, "the original text is back")
     if applied:
-        return "PARTIAL", EDITED + difference(text, hunk.scope, hunk.new)
+        return Finding(State.PARTIAL, EDITED + near_miss(text, hunk.scope, hunk.new))
     if len(old) == 1 and not new:
-        if _traces(text, hunk):
-            return "PARTIAL", f"{EDITED}, or some of the new text is there already"
-        return "APPLY", "the old text is there"
+        if traces(text, hunk):
+            return Finding(State.PARTIAL, f"{EDITED}, or some of the new text is there already")
+        return Finding(State.APPLY, "the old text is there")
     if old or new:
-        return "PARTIAL" if new else "DRIFT", f"the old text is there {len(old)} times, the new text {len(new)} times"
+        counts = f"the old text is there {len(old)} times, the new text {len(new)} times"
+        return Finding(State.PARTIAL if new else State.DRIFT, counts)
     if nearest(text, "", hunk.new)[0] > nearest(text, "", hunk.old)[0]:
-        return "PARTIAL", EDITED + difference(text, hunk.scope, hunk.new)
-    return "DRIFT", "the text to replace is not there" + difference(text, hunk.scope, hunk.old)
+        return Finding(State.PARTIAL, EDITED + near_miss(text, hunk.scope, hunk.new))
+    detail = "the text to replace is not there" + _layout(text, hunk)
+    return Finding(State.DRIFT, detail + near_miss(text, hunk.scope, hunk.old))
 
 
-def _old_and_new(text: str, hunk: Hunk, beside: Iterable[Hunk]) -> tuple[list[int], list[int]]:
-    """Where the old and the new text are, each without the places where it is only a part of longer text of ours."""
-    old = [(at, hunk.old) for at in places(text, hunk.scope, hunk.old)]
-    new = [(at, hunk.new) for at in places(text, hunk.scope, hunk.new)]
-    longer = {other.new for other in beside if hits(other.new, hunk.old) or hits(other.new, hunk.new)}
-    longer |= {hunk.old, hunk.new}
-    covers = [(at, lines) for lines in longer for at in hits(text, lines)]
+def _layout(text: str, hunk: Hunk) -> str:
+    """What a reader of a drift report wants to know first: is it the code, or only its layout?"""
+    try:
+        line = same_code(text, hunk.scope, hunk.old)
+    except NotPython:
+        return ""
+    except ImportError:
+        return "; install libcst to see whether the code changed or only its layout"
+    return f"; the same code, reformatted or recommented, is at line {line}" if line else "; the code changed"
+
+
+def find_free(text: str, hunk: Hunk, beside: Iterable[Hunk], strict: bool = True) -> tuple[list[int], list[int]]:
+    """Where the old and the new text are, each without the places where it is only a part of longer text of ours.
+
+    Unless `strict`, a file without that scope, or one that is not Python, is searched as a whole.
+    """
+
+    def places(lines: str) -> list[tuple[int, str]]:
+        try:
+            found = find_in_scope(text, hunk.scope, lines)
+        except (ValueError, KeyError):
+            if strict:
+                raise
+            found = find_lines(text, lines)
+        return [(at, lines) for at in found]
+
+    longer = {other.new for other in beside if find_lines(other.new, hunk.old) or find_lines(other.new, hunk.new)}
+    covers = [(at, lines) for lines in longer | {hunk.old, hunk.new} for at in find_lines(text, lines)]
 
     def free(found: list[tuple[int, str]]) -> list[int]:
         return [at for at, lines in found if not any(_within((at, lines), cover) for cover in covers)]
 
-    return free(old), free(new)
+    return free(places(hunk.old)), free(places(hunk.new))
 
 
 def _within(inner: tuple[int, str], outer: tuple[int, str]) -> bool:
@@ -418,171 +564,155 @@ def _within(inner: tuple[int, str], outer: tuple[int, str]) -> bool:
     return size < room and start <= at and at + size <= start + room
 
 
-def _scope_count(text: str, scope: str) -> str:
-    count = len(outline(text).get(scope, ()))
-    return f"{scope} is defined {count} times" if count else f"there is no {scope}"
-
-
-def _traces(text: str, hunk: Hunk) -> bool:
+def traces(text: str, hunk: Hunk) -> bool:
     """Whether most lines that the hunk adds are in its scope, though the new text as a whole is not."""
     old, there = set(hunk.old.splitlines()), set(scope_lines(text, hunk.scope)[1])
     added = [line for line in hunk.new.splitlines() if len(line.strip()) > 8 and line not in old]
-    return bool(added) and sum(line in there for line in added) * 2 > len(added)
+    return sum(line in there for line in added) * 2 > len(added)
 
 
 # The plan.
 
 
-def _plan(read: Read, patch_set: PatchSet, names: list[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """(path -> bytes to write, row name -> what would be wrong with the result)."""
-    patches = [patch for patch in patch_set.patches if patch.name in names]
-    edits: dict[str, list[tuple[int, Hunk, Patch]]] = {}
-    for patch in patches:
-        for hunk in patch.hunks:
-            (at,) = places(_text(read, hunk.file), hunk.scope, hunk.old)
-            edits.setdefault(hunk.file, []).append((at, hunk, patch))
-    changes = {}
-    for path, located in edits.items():
-        _refuse_overlaps(path, located)
-        changes[path] = edit(read(path), [(at, hunk.old, hunk.new) for at, hunk, _ in located])
-    for folder in names:
-        changes |= {path: patch_set.files[path] for path in patch_set.folders.get(folder, ())}
-    result = _over(read, changes)
-    return changes, broken_promises(result, read, patch_set, names)
+def _plan(read: Read, report: Report, patch_set: PatchSet) -> Report:
+    """The report with its plan and record, or with DRIFT if a result would not be as promised."""
+    names = report.applies
+    located: dict[str, list[tuple[int, Hunk, Patch]]] = {}
+    for patch in patch_set.patches:
+        for hunk in patch.hunks if patch.name in names else ():
+            (at,) = find_in_scope(_text(read, hunk.file) or "", hunk.scope, hunk.old)
+            located.setdefault(hunk.file, []).append((at, hunk, patch))
+    changes, files = [], {}
+    for path, found in located.items():
+        _refuse_overlaps(path, found)
+        data = read(path) or b""
+        change = Change(path, data, replace_lines(data, [(at, hunk.old, hunk.new) for at, hunk, _ in found]))
+        changes.append(change)
+        lines = (decode(data) or "").splitlines(keepends=True)
+        written = tuple(_written(lines, at, hunk) for at, hunk, _ in found)
+        files[path] = FileRecord(sha256(data), sha256(change.after), written)
+    added = {path: patch_set.files[path] for name in names for path in patch_set.folders.get(name, ())}
+    changes += [Change(path, read(path), data) for path, data in added.items()]
+    hashes = {path: sha256(data) or "" for path, data in added.items()}
+    faults = verify(overlay(read, changes), read, patch_set, names)
+    if faults:
+        rows = tuple(
+            _changed(row, row.state, State.DRIFT, faults[row.name]) if row.name in faults else row
+            for row in report.patches
+        )
+        return replace(report, verdict=worst(row.state for row in rows), patches=rows)
+    record = Record(__version__, patch_set.digest, report.version, names, files, hashes)
+    return replace(report, changes=tuple(changes), record=record)
+
+
+def _written(lines: list[str], at: int, hunk: Hunk) -> Written:
+    end = at + hunk.old.count("\n")
+    above, below = lines[max(0, at - CONTEXT_LINES) : at], lines[end : end + CONTEXT_LINES]
+    return Written(hunk.file, hunk.scope, hunk.old, hunk.new, "".join(above), "".join(below))
 
 
 def _refuse_overlaps(path: str, located: list[tuple[int, Hunk, Patch]]) -> None:
     located.sort(key=lambda entry: entry[0])
-    for (at, hunk, patch), (after, _, other) in zip(located, located[1:]):
+    for (at, hunk, patch), (after, _, other) in pairwise(located):
         if at + hunk.old.count("\n") > after:
             raise Problem(f"patch {other.name}: a hunk overlaps one of patch {patch.name} at {path}:{after + 1}")
 
 
-def _over(read: Read, changes: Mapping[str, bytes | None]) -> Read:
-    return lambda path: changes[path] if path in changes else read(path)
-
-
-def broken_promises(read: Read, before: Read, patch_set: PatchSet, names: Iterable[str]) -> dict[str, str]:
+def verify(read: Read, before: Read, patch_set: PatchSet, names: Iterable[str]) -> dict[str, str]:
     """Row name -> what is wrong in a patched tree; empty when every promise of the named rows is kept.
 
     Every result parses, every hunk is recognised again, every promised definition is there once, every
     vLLM import of ours resolves, every installed file is ours.
     """
     names = set(names)
-    faults = {}
-    for patch in patch_set.patches:
-        if patch.name in names and (fault := _patch_promise(read, before, patch_set, patch)):
-            faults[patch.name] = fault
-    for folder, paths in patch_set.folders.items():
-        if folder in names and (fault := _folder_promise(read, patch_set, paths)):
-            faults[folder] = fault
-    return faults
+    faults = {patch.name: _patch_fault(read, before, patch_set, patch) for patch in patch_set.patches}
+    faults |= {name: _folder_fault(read, patch_set, paths) for name, paths in patch_set.folders.items()}
+    return {name: fault for name, fault in faults.items() if name in names and fault}
 
 
-def _patch_promise(read: Read, before: Read, patch_set: PatchSet, patch: Patch) -> str | None:
+def _patch_fault(read: Read, before: Read, patch_set: PatchSet, patch: Patch) -> str | None:
     for path in dict.fromkeys(hunk.file for hunk in patch.hunks):
         text = _text(read, path)
-        if text is None or (error := syntax_error(text)):
+        if text is None:
+            return f"{path}: missing or not UTF-8"
+        if error := syntax_error(text):
             return f"{path}: the result is not Python ({error})"
-        lacking = missing_imports(read, path, _text(before, path), text)
         ours = "".join(hunk.new for hunk in patch.hunks if hunk.file == path)
-        lacking = [line for line in lacking if line.split()[-1].split(".")[-1] in ours]
-        if lacking:
+        lacking = missing_imports(read, path, _text(before, path), text)
+        if lacking := [line for line in lacking if line.split()[-1].split(".")[-1] in ours]:
             return f"{path}: this vLLM has no: {', '.join(lacking)}"
     for number, hunk in enumerate(patch.hunks, 1):
-        state, detail = judge(_text(read, hunk.file), hunk, patch_set.hunks(hunk.file))
-        if state != "NOOP":
-            return f"{hunk.file}: hunk {number} of {patch.name} is not recognised once applied: {detail}"
+        finding = judge(_text(read, hunk.file), hunk, patch_set.hunks(hunk.file))
+        if finding.state != State.NOOP:
+            return f"{hunk.file}: hunk {number} of {patch.name} is not recognised once applied: {finding.detail}"
     return _definition_fault(read, patch)
 
 
 def _definition_fault(read: Read, patch: Patch) -> str | None:
-    for path, name in patch.defines:
+    scopes = [(hunk.file, hunk.scope) for hunk in patch.hunks if hunk.scope]
+    for path, name in (*scopes, *patch.defines):
         text = _text(read, path)
-        count = len(outline(text).get(name, ())) if text is not None else 0
+        count = len(definitions(text).get(name, ())) if text is not None else 0
         if count != 1:
             return f"{path}: {name} is defined {count} times, not once"
     return None
 
 
-def _folder_promise(read: Read, patch_set: PatchSet, paths: Iterable[str]) -> str | None:
+def _folder_fault(read: Read, patch_set: PatchSet, paths: Iterable[str]) -> str | None:
     for path in paths:
-        if read(path) != patch_set.files[path]:
+        text = _text(read, path)
+        if text is None or text.encode() != patch_set.files[path]:
             return f"{path}: not the bytes that were installed"
-        if path.endswith(".py") and (lacking := missing_imports(read, path, None, _text(read, path) or "")):
+        if not path.endswith(".py"):
+            continue
+        if error := syntax_error(text):
+            return f"{path}: not Python ({error})"
+        if lacking := missing_imports(read, path, None, text):
             return f"{path}: this vLLM has no: {', '.join(lacking)}"
     return None
 
 
-def outcome_fault(read: Read, planned: Report, patch_set: PatchSet) -> tuple[Report, str | None]:
-    """(report on the tree after writing, what is not as it was promised or None)."""
-    read = _once(read)
-    wrong = [path for path, data in planned.changes.items() if read(path) != data]
-    report = survey(read, planned.version, patch_set)
-    if wrong:
-        return report, f"after writing, these do not hold what was written: {', '.join(wrong)}"
-    record = read_record(read)
-    before = _before_us(read, record) if record else read
-    faults = broken_promises(read, before, patch_set, planned.applies)
-    if faults or report.verdict not in ("NOOP", "SHIPPED"):
-        return report, "after writing: " + ("; ".join(faults.values()) or report.message)
-    return report, None
+def message(report: Report, patch_set: PatchSet, record: Record | None, known: bool = True) -> str:
+    """One sentence or two on what was found and what to do."""
+    version = report.version
 
+    def named(state: State) -> str:
+        return ", ".join(row.name for row in report.patches if row.state == state)
 
-# A tree that an older version of this tool has patched.
-
-
-def _survey_outdated(read: Read, version: str, patch_set: PatchSet, record: Record) -> Report:
-    lost = edited(read, record)
-    originals = {path: original(read, record, path) for path in record.files}
-    base = _over(read, {**originals, RECORD: None})
-    report = survey(base, version, patch_set)
-    wanted = {**originals, **report.changes}
-    same = all(read(path) == data for path, data in wanted.items())
-    rows = [_outdated_row(read, row, wanted, lost, record) for row in report.patches]
-    verdict = overall(row.state for row in rows)
-    if verdict in ("OUTDATED", "APPLY", "NOOP", "SHIPPED"):
-        verdict = "PARTIAL" if lost else "NOOP" if same else "OUTDATED"
-    message = _message(verdict, version, rows, True, True)
-    if lost:
-        message = f"{', '.join(lost)}: {EDITED} since an older version of this tool was applied. " + message
-    changes = report.changes if verdict == "OUTDATED" else {}
-    return Report(verdict, EXIT_CODES[verdict], version, tuple(rows), message, changes)
-
-
-def _outdated_row(read: Read, row: Row, wanted: Mapping, lost: list[str], record: Record) -> Row:
-    if row.state not in ("APPLY", "NOOP"):
-        return row
-    if hit := [path for path in row.files if path in lost]:
-        return replace(row, state="PARTIAL", detail=f"{', '.join(hit)}: {EDITED}")
-    if all(read(path) == wanted[path] for path in row.files if path in wanted):
-        return replace(row, state="NOOP")
-    return replace(row, state="OUTDATED", detail="an older version of this tool was applied")
-
-
-def _message(verdict: str, version: str, rows: list[Row], known: bool, recorded: bool) -> str:
-    def named(*states: str) -> str:
-        return ", ".join(row.name for row in rows if row.state in states)
-
-    if not known and verdict == "DRIFT":
+    if not known and report.verdict == State.DRIFT:
         return (
-            f"vLLM {version} is not supported: the patches fit {' and '.join(SUPPORTED)}, and releases from 0.28.0 on "
-            "ship DFlash2 themselves. Nothing is written."
+            f"vLLM {version} is not supported: the patches fit {' and '.join(patch_set.supported)}, and releases from "
+            f"{patch_set.shipped_from} on ship DFlash2 themselves. Nothing is written."
         )
-    if verdict == "PARTIAL" and recorded:
-        return (
-            "Part of this tree is not as this tool left it; applying never repairs that. Run apply_all.py --revert "
-            "(with --force to discard what others edited), then apply again."
-        )
-    lacks = named("MISSING")
+    if report.verdict == State.PARTIAL:
+        return _partial_message(version, record)
+    lacks = named(State.MISSING)
     return {
-        "DRIFT": f"vLLM {version} differs from what these expect: {named('DRIFT')}. Nothing is written.",
-        "PARTIAL": f"Part of our text is in this vLLM {version} without our record, so there is nothing that --revert "
-        "could restore: reinstall vLLM, then apply again.",
-        "OUTDATED": f"An older version of this tool patched this vLLM {version}; applying restores the originals and "
+        State.DRIFT: f"vLLM {version} differs from what these expect: {named(State.DRIFT)}. Nothing is written.",
+        State.OUTDATED: f"An older version of this tool patched this vLLM {version}; applying takes that out and "
         "applies this version.",
-        "APPLY": f"vLLM {version} can be patched.",
-        "NOOP": f"vLLM {version} is patched; there is nothing to do.",
-        "SHIPPED": f"vLLM {version} ships DFlash2 itself; there is nothing to apply."
+        State.APPLY: f"vLLM {version} can be patched.",
+        State.NOOP: f"vLLM {version} is patched; there is nothing to do.",
+        State.SHIPPED: f"vLLM {version} ships DFlash2 itself; there is nothing to apply."
         + (f" It lacks these further fixes: {lacks}." if lacks else ""),
-    }[verdict]
+    }[report.verdict]
+
+
+def _partial_message(version: str, record: Record | None) -> str:
+    if record is None:
+        return (
+            f"Part of our text is in this vLLM {version} without our record. Run apply_all.py --revert, which takes "
+            "out what it recognises, or reinstall vLLM; then apply again."
+        )
+    if is_newer(record):
+        return (
+            f"A newer version of this tool ({record.tool}) patched this vLLM {version}; this is {__version__}. Use the "
+            "newer one, or run apply_all.py --revert, then apply again."
+        )
+    moved = ""
+    if release(record.version) != release(version):
+        moved = f"This tree was vLLM {record.version} when it was patched and is {version} now. "
+    return (
+        f"{moved}Part of this tree is not as this tool left it; applying never repairs that. Run apply_all.py --revert "
+        "(with --force to discard what others edited), then apply again."
+    )

@@ -10,22 +10,25 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 HERE = Path(__file__).resolve().parent
 # Not there under python -P.
 sys.path.insert(0, str(HERE))
 
-import _patchlib  # noqa: E402
-import _tree  # noqa: E402
-from _patchlib import PatchSet, Problem, Report  # noqa: E402
+import _site  # noqa: E402
+from _patchlib import PatchSet, Problem, Report, State, __version__, load  # noqa: E402
+
+# Of --check; the worst wins.
+EXIT_CODES = {State.DRIFT: 2, State.PARTIAL: 2, State.OUTDATED: 1, State.APPLY: 1, State.NOOP: 0, State.SHIPPED: 0}
+ENVIRONMENT, INTERRUPTED = 3, 130
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         # argparse exits with 2, which means drift here.
         self.exit(3, f"{self.format_usage()}{self.prog}: {message}\n")
 
@@ -42,6 +45,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--tree", metavar="DIR", help="with --drift: read this checkout instead of the package index")
     source.add_argument("--git", metavar="CLONE", help="with --drift: read tags of this clone")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     if given.force and not given.revert:
@@ -57,53 +61,65 @@ def own_patches() -> PatchSet:
     """The patches and files of this copy of the tool."""
     import patches
 
-    return _patchlib.load(patches.PATCHES, patches.INSTALLED, _tree.reader(HERE))
+    read = _site.reader(HERE)
+    installed = _site.list_installed(HERE, patches.INSTALLED)
+    return load(patches.PATCHES, installed, read, patches.SUPPORTED, patches.SHIPPED_FROM)
 
 
-def run(given: argparse.Namespace) -> Report:
+def run(given: argparse.Namespace) -> tuple[Report, int]:
     """Do what was asked; the report is on the tree as it is afterwards."""
     patch_set = own_patches()
-    site = _tree.locate(given.root)
+    site = _site.locate(given.root)
     reads_only = given.check or given.status
-    with _tree.locked(site.root, exclusive=not reads_only):
-        report = _patchlib.survey(_tree.reader(site.root), site.version, patch_set)
-        if given.status:
-            return replace(report, exit_code=0)
-        if given.check:
-            return report
-        return _revert(site, report, patch_set, given.force) if given.revert else _apply(site, report, patch_set)
+    with _site.locked(site.root, exclusive=not reads_only):
+        if given.revert:
+            return _revert(site, patch_set, given.force)
+        report = _site.survey(_site.reader(site.root), site.version, patch_set)
+        if not reads_only and report.verdict in (State.APPLY, State.OUTDATED):
+            written = len({change.path for change in (*report.back, *report.changes)})
+            message = f"Applied to vLLM {site.version} in {site.root} and checked: {written} files written."
+            report = replace(_site.apply(site, report, patch_set), message=message)
+        return report, 0 if given.status else EXIT_CODES[report.verdict]
 
 
-def _apply(site: _tree.Site, report: Report, patch_set: PatchSet) -> Report:
-    if report.verdict not in ("APPLY", "OUTDATED"):
-        return report
-    after = _tree.apply(site, report, patch_set)
-    message = f"Applied to vLLM {site.version} in {site.root} and checked: {len(report.changes)} files written."
-    return replace(after, exit_code=0, message=message)
+def _revert(site: _site.Site, patch_set: PatchSet, force: bool) -> tuple[Report, int]:
+    done = _site.revert(site, patch_set, force)
+    message = _what_was_reverted(site, done)
+    try:
+        after = _site.survey(_site.reader(site.root), site.version, patch_set)
+    except Problem as problem:
+        raise Problem(f"{message} What can be applied to it now is not known: {problem}", problem.state) from None
+    if not done.recorded and after.verdict == State.PARTIAL:
+        return replace(after, message=f"{message} Some of our text is still there: reinstall vLLM."), 2
+    return replace(after, message=message), 0
 
 
-def _revert(site: _tree.Site, report: Report, patch_set: PatchSet, force: bool) -> Report:
-    count = _tree.revert(site, force)
-    if count:
-        message = f"Reverted vLLM {site.version} in {site.root}: {count} files are as they were before this tool."
-        try:
-            after = _patchlib.survey(_tree.reader(site.root), site.version, patch_set)
-        except Problem as problem:
-            raise Problem(f"{message} What can be applied to it now is not known: {problem}", problem.verdict) from None
-        return replace(after, exit_code=0, message=message)
-    if any(row.state in ("NOOP", "PARTIAL") for row in report.patches):
-        raise Problem(f"{site.root} holds text of ours but no record of what was there: reinstall vLLM", "PARTIAL")
-    return replace(report, exit_code=0, message=f"Nothing to revert in {site.root}.")
+def _what_was_reverted(site: _site.Site, done: _site.Reverted) -> str:
+    undone = done.undone
+    count = len(undone.exact if done.recorded else undone.changes)
+    if not done.recorded:
+        if not count:
+            return f"Nothing to revert in {site.root}."
+        return (
+            f"Reverted vLLM {site.version} in {site.root} without a record: {count} files had text of ours, which is "
+            "out; nothing tells whether they are as they were before this tool."
+        )
+    message = f"Reverted vLLM {site.version} in {site.root}: {count} files are as they were before this tool."
+    if undone.others:
+        message += f" Edits by others were kept in {', '.join(undone.others)}."
+    if undone.missing:
+        message += f" Missing, and not brought back: {', '.join(undone.missing)}; reinstall vLLM."
+    return message
 
 
 def show(report: Report) -> None:
-    """One aligned line a patch, then one sentence; what is wrong goes to stderr in full."""
+    """One aligned line per patch, then one sentence; what is wrong goes to stderr in full."""
     width = max(len(row.name) for row in report.patches)
     for row in report.patches:
         print(f"{row.name:<{width}}  {row.state:<8}  {row.detail.split(chr(10))[0]}".rstrip())
     print(report.message)
     for row in report.patches:
-        if row.state in ("DRIFT", "PARTIAL"):
+        if row.state in (State.DRIFT, State.PARTIAL):
             print(f"{row.name}: {row.state}: {row.detail}", file=sys.stderr)
 
 
@@ -112,33 +128,69 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     try:
         if given.drift:
-            import _drift
-
-            return _drift.main(own_patches(), given.drift, given.tree, given.git, given.json)
-        report = run(given)
+            return drift(given)
+        report, code = run(given)
         with unread_output():
             if given.json:
-                print(json.dumps(report.as_json(), indent=1))
+                print(json.dumps(as_object(report, code), indent=1))
             else:
                 show(report)
             sys.stdout.flush()
-        return report.exit_code
+        return code
     except BrokenPipeError:
         silence(sys.stdout)
-        return 3
+        return ENVIRONMENT
     except (Problem, OSError) as error:
         return complain(error, given)
     except KeyboardInterrupt:
         print("apply_all.py: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+
+
+def drift(given: argparse.Namespace) -> int:
+    import _drift
+
+    patch_set = own_patches()
+    results = _drift.survey_releases(patch_set, given.drift, given.tree, given.git)
+    code = drift_exit_code(results.values())
+    if given.json:
+        versions = {
+            version: failure_object(None, ENVIRONMENT, result, version)
+            if isinstance(result, str)
+            else as_object(result, EXIT_CODES[result.verdict])
+            for version, result in results.items()
+        }
+        print(json.dumps({"versions": versions, "exit_code": code}, indent=2))
+    else:
+        print("\n".join(_drift.lines(results, patch_set)))
+    print("".join(f"{line}\n" for line in _drift.faults(results)), end="", file=sys.stderr)
+    return code
+
+
+def drift_exit_code(results: Iterable[Report | str]) -> int:
+    """0 if every version is fine, 2 on drift, 3 if one could not be read: the worst wins."""
+    fine = (State.APPLY, State.NOOP, State.SHIPPED)
+    return max(ENVIRONMENT if isinstance(r, str) else 0 if r.verdict in fine else 2 for r in results)
+
+
+def as_object(report: Report, code: int) -> dict[str, object]:
+    """What `--json` prints for one tree."""
+    rows = [{**vars(row), "files": list(row.files)} for row in report.patches]
+    return {**failure_object(report.verdict, code, report.message, report.version), "patches": rows}
+
+
+def failure_object(verdict: State | None, code: int, message: str, version: str | None = None) -> dict[str, object]:
+    """What `--json` prints for a tree that could not be judged."""
+    return {"verdict": verdict, "exit_code": code, "version": version, "message": message, "patches": []}
 
 
 def complain(error: Problem | OSError, given: argparse.Namespace) -> int:
     problem = error if isinstance(error, Problem) else Problem(str(error))
-    code = 0 if given.status and problem.verdict else problem.exit_code
+    code = EXIT_CODES[problem.state] if problem.state else ENVIRONMENT
+    code = 0 if given.status and problem.state else code
     with unread_output():
         if given.json:
-            print(json.dumps(_patchlib.tree_object(problem.verdict, code, None, str(problem)), indent=1))
+            print(json.dumps(failure_object(problem.state, code, str(problem)), indent=1))
         print(f"apply_all.py: {problem}", file=sys.stderr)
         sys.stdout.flush()
     return code

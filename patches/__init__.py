@@ -1,4 +1,7 @@
-"""Every seam, in the order it is applied, and every file that is copied in."""
+"""Every seam, in the order in which it is printed, every file that is copied in, and what they fit.
+
+What is written does not depend on the order: the port comes first, then Beam's drafter, then further fixes.
+"""
 
 from patches import (
     bad_words,
@@ -93,23 +96,18 @@ PATCHES = (
     thinking_budget.PATCH,
 )
 
-# source, below this repo -> destination, below site-packages
+# Source, below this repo -> destination, below site-packages. A folder stands for the modules in it.
 INSTALLED = {
     "dflash2/configs/dflash2.py": "vllm/transformers_utils/configs/dflash2.py",
     "dflash2/qwen3_dflash2.py": "vllm/model_executor/models/qwen3_dflash2.py",
     "dflash2/qwen3_dflash2_checkpoint.py": "vllm/model_executor/models/qwen3_dflash2_checkpoint.py",
     "dflash2/speculator.py": "vllm/v1/worker/gpu/spec_decode/dflash2/speculator.py",
-    "dflash2/spec_decode/dflash2/__init__.py": "vllm/v1/worker/gpu/spec_decode/dflash2/__init__.py",
-    "dflash2/spec_decode/dflash2/rejection.py": "vllm/v1/worker/gpu/spec_decode/dflash2/rejection.py",
-    "dflash2/spec_decode/dflash2/walk.py": "vllm/v1/worker/gpu/spec_decode/dflash2/walk.py",
-    "dflash2/spec_decode/dflash2/keys.py": "vllm/v1/worker/gpu/spec_decode/dflash2/keys.py",
-    "dflash2/layers/dflash2/__init__.py": "vllm/model_executor/layers/dflash2/__init__.py",
-    "dflash2/layers/dflash2/top_k.py": "vllm/model_executor/layers/dflash2/top_k.py",
-    "dflash2/layers/dflash2/conv.py": "vllm/model_executor/layers/dflash2/conv.py",
-    "dflash2/layers/dflash2/swiglu.py": "vllm/model_executor/layers/dflash2/swiglu.py",
-    "dflash2/layers/dflash2/context_kv.py": "vllm/model_executor/layers/dflash2/context_kv.py",
+    "dflash2/spec_decode/dflash2/": "vllm/v1/worker/gpu/spec_decode/dflash2/",
+    "dflash2/layers/dflash2/": "vllm/model_executor/layers/dflash2/",
     "dflash2/sample/thinking_budget.py": "vllm/v1/worker/gpu/sample/thinking_budget.py",
-    "dflash2/beam/__init__.py": "vllm/models/beam/__init__.py",
-    "dflash2/beam/nvidia/__init__.py": "vllm/models/beam/nvidia/__init__.py",
-    "dflash2/beam/nvidia/dflash2.py": "vllm/models/beam/nvidia/dflash2.py",
+    "dflash2/beam/": "vllm/models/beam/",
 }
+
+# The vLLM releases that the patches are written for, and the first one that ships DFlash2 itself.
+SUPPORTED = ("0.27.0", "0.27.1")
+SHIPPED_FROM = "0.28.0"

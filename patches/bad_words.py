@@ -5,7 +5,7 @@ inputs. The first of those inputs is the last token of the history; 0.27.1 reads
 and every draft one place early. So words that lie within a block are emitted, and innocent ones withheld.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/sample/bad_words.py"
 
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="a bad word of several tokens was emitted where it lay within one verified block",
     upstream="_bad_words_kernel of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -26,7 +25,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, "_bad_words_kernel"),),
-    shipped=((Sign(FILE, "_bad_words_kernel", "tl.load(input_ids_ptr + cur_req_first_pos + spec_offset + 1)"),),),
-    core=False,
+    shipped=((Marker(FILE, "_bad_words_kernel", "tl.load(input_ids_ptr + cur_req_first_pos + spec_offset + 1)"),),),
 )

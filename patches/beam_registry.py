@@ -1,6 +1,6 @@
 """The registry maps DFlash2BeamDraftModel to Beam's drafter, under vLLM's own later import path."""
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/model_executor/models/registry.py"
 
@@ -9,7 +9,6 @@ PATCH = Patch(
     why="a checkpoint whose architecture is DFlash2BeamDraftModel finds its class",
     upstream="_SPECULATIVE_DECODING_MODELS of vLLM 0.33.0",
     shipped_in="0.33.0",
-    drop="with vLLM 0.33.0",
     hunks=(
         Hunk(
             FILE,
@@ -23,6 +22,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    shipped=((Sign(FILE, "", '{"DFlash2BeamDraftModel": _, ...}'),),),
-    core=False,
+    shipped=((Marker(FILE, "", "'DFlash2BeamDraftModel'"),),),
 )

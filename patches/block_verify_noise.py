@@ -11,7 +11,7 @@ speculators mix it into their own copy of the seeds, before the captured graph t
 The residual keeps its key: it is drawn once a round, at the position that the round ends with.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 REJECTION = "vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py"
 DFLASH = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
@@ -37,7 +37,6 @@ PATCH = Patch(
     why="noise that block verification has looked at must not be drawn again in the next round",
     upstream="round-keyed draft noise of vLLM 0.33.0",
     shipped_in="0.33.0",
-    drop="with vLLM 0.33.0",
     hunks=(
         Hunk(
             REJECTION,
@@ -89,17 +88,11 @@ PATCH = Patch(
         Hunk(EAGLE, "AutoRegressiveSpeculator.propose", old=CALL, new=CALL_WITH_ANCHOR),
         Hunk(MTP, "MultiModuleMTPSpeculator.propose", old=CALL, new=CALL_WITH_ANCHOR),
     ),
-    defines=(
-        (REJECTION, "_rejection_kernel"),
-        (DFLASH, "_prepare_dflash_inputs_kernel"),
-        (BASE, "DraftModelSpeculator._copy_request_inputs"),
-    ),
     # The verifier and the walk key their noise by the step alike; one without the other is no cure.
     shipped=(
         (
-            Sign(REJECTION, "_rejection_kernel", "spec_step_seed(...)"),
-            Sign(WALK, "_selector_walk_kernel", "spec_step_seed(...)"),
+            Marker(REJECTION, "_rejection_kernel", "spec_step_seed("),
+            Marker(WALK, "_selector_walk_kernel", "spec_step_seed("),
         ),
     ),
-    core=False,
 )

@@ -7,7 +7,7 @@ accepted; the draft before it is judged as the last of the block; the token in i
 step the residual mass there is the joint ratio itself, and h becomes that ratio.)
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py"
 
@@ -16,7 +16,6 @@ PATCH = Patch(
     why="placeholder drafts are read out of bounds and corrected with another draft's proposal",
     upstream="placeholder handling of the rejection kernels in vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -87,11 +86,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=(
-        (FILE, "_compute_global_residual_mass"),
-        (FILE, "_compute_cumulative_log_p_kernel"),
-        (FILE, "_resample_kernel"),
-    ),
-    shipped=((Sign(FILE, "_resample_kernel", "is_bonus or not is_valid_rejected_draft"),),),
-    core=False,
+    shipped=((Marker(FILE, "_resample_kernel", "is_bonus or not is_valid_rejected_draft"),),),
 )

@@ -7,7 +7,7 @@ for every verified token by the time the block can be hit. Under a hybrid target
 hundreds of tokens long, dropping one and aligning to the rest left short prompts no hit at all.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/core/sched/scheduler.py"
 CONFIG = "vllm/config/speculative.py"
@@ -17,7 +17,6 @@ PATCH = Patch(
     why="prefix caching under a hybrid target lost the last block of every hit, or the whole hit, for nothing",
     upstream="SpeculativeConfig.needs_eagle_block_drop of vLLM 0.33.0",
     shipped_in="0.33.0",
-    drop="with vLLM 0.33.0",
     hunks=(
         Hunk(
             FILE,
@@ -57,10 +56,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=(
-        (FILE, "Scheduler.__init__"),
-        (FILE, "Scheduler._mamba_block_aligned_split"),
-    ),
-    shipped=((Sign(CONFIG, "SpeculativeConfig.needs_eagle_block_drop", "self.use_dflash()"),),),
-    core=False,
+    shipped=((Marker(CONFIG, "SpeculativeConfig.needs_eagle_block_drop", "self.use_dflash()"),),),
 )

@@ -5,7 +5,7 @@ sparse proposal is only ever cleared where it was written last, and would keep t
 one that sampling ignores.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
 
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="graph capture would leave stray values in the proposal of request slot 0",
     upstream="DFlashSpeculator.capture of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -26,7 +25,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, "DFlashSpeculator.capture"),),
-    shipped=((Sign(FILE, "DFlashSpeculator.capture", "self.sample_idx_mapping.fill_(-1)"),),),
-    core=False,
+    shipped=((Marker(FILE, "DFlashSpeculator.capture", "self.sample_idx_mapping.fill_(-1)"),),),
 )

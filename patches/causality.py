@@ -3,7 +3,7 @@
 Without this every sliding-window layer drafts causally: no error, only a worse draft.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/model_executor/models/qwen3_dflash.py"
 
@@ -12,7 +12,6 @@ PATCH = Patch(
     why="a top-level is_causal decides the draft's attention; sliding layers would draft causally",
     upstream="_dflash_layer_causal of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -27,6 +26,6 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, "_dflash_layer_causal"),),
-    shipped=((Sign(FILE, "_dflash_layer_causal", 'getattr(config, "is_causal", _)'),),),
+    shipped=((Marker(FILE, "_dflash_layer_causal", "getattr(config, 'is_causal'"),),),
+    core=True,
 )

@@ -4,7 +4,7 @@ A server restarted with another num_speculative_tokens loads the graph of the ol
 DFlash2 model that comes with this port is not compiled; a draft that is must not be replayed wrongly.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/config/speculative.py"
 SCOPE = "SpeculativeConfig.compute_hash"
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="num_speculative_tokens is baked into the compiled draft; another S replayed the old graph",
     upstream="none",
     shipped_in=None,
-    drop="when SpeculativeConfig.compute_hash takes num_speculative_tokens into its factors",
     hunks=(
         Hunk(
             FILE,
@@ -30,7 +29,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    shipped=((Sign(FILE, SCOPE, "self.num_speculative_tokens"),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "self.num_speculative_tokens"),),),
 )

@@ -4,7 +4,7 @@
 drafter dummy weights, too, and drafts that are never accepted.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/spec_decode/dflash/utils.py"
 SCOPE = "load_dflash_model"
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="draft_load_config was ignored: beside a target with dummy weights the drafter had random ones",
     upstream="load_dflash_model of vLLM 0.31.0",
     shipped_in="0.31.0",
-    drop="with vLLM 0.31.0",
     hunks=(
         Hunk(
             FILE,
@@ -29,6 +28,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    shipped=((Sign(FILE, SCOPE, "get_draft_load_config(vllm_config)"),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "get_draft_load_config(vllm_config)"),),),
 )

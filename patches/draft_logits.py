@@ -4,7 +4,7 @@
 what its cache holds; every drafter of 0.27.1 keeps the (float32, 0.0) it has.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/spec_decode/speculator.py"
 
@@ -13,7 +13,6 @@ PATCH = Patch(
     why="tokens that were never proposed must have q = 0: the cache starts at -inf, not 0.0",
     upstream="DraftModelSpeculator.draft_logits_spec of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -43,5 +42,6 @@ PATCH = Patch(
         ),
     ),
     defines=((FILE, "DraftModelSpeculator.draft_logits_spec"),),
-    shipped=((Sign(FILE, "DraftModelSpeculator", "def draft_logits_spec(...): ..."),),),
+    shipped=((Marker(FILE, "DraftModelSpeculator", "def draft_logits_spec("),),),
+    core=True,
 )

@@ -6,7 +6,7 @@ DSpark alike. Adding 2**30 to the draft's position moves it to a stream of its o
 int64 and no context is that long.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 BASE = "vllm/v1/worker/gpu/spec_decode/speculator.py"
 DSPARK = "vllm/v1/worker/gpu/spec_decode/dspark/speculator.py"
@@ -17,7 +17,6 @@ PATCH = Patch(
     why="the noise of a draft must be independent of its verification, or sampled output is biased",
     upstream="_DRAFT_NOISE_SALT of vLLM 0.29.0",
     shipped_in="0.29.0",
-    drop="with vLLM 0.29.0",
     hunks=(
         Hunk(
             BASE,
@@ -73,7 +72,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DRAFT_NOISE_OFFSET
             new="                    sample_pos[:, i] + (DRAFT_NOISE_OFFSET - 1),\n",
         ),
     ),
-    defines=((BASE, "DRAFT_NOISE_OFFSET"), (BASE, "DraftModelSpeculator.sample_draft")),
-    shipped=((Sign(GUMBEL, "gumbel_noised_argmax", "pos + _DRAFT_NOISE_SALT"),),),
-    core=False,
+    defines=((BASE, "DRAFT_NOISE_OFFSET"),),
+    shipped=((Marker(GUMBEL, "gumbel_noised_argmax", "pos + _DRAFT_NOISE_SALT"),),),
 )

@@ -4,7 +4,7 @@
 drafter's own number, DFlash and DSpark gather cos and sin past the end of their cache.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/config/speculative.py"
 SCOPE = "SpeculativeConfig.__post_init__"
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="the draft's rotary cache was sized by its own max_position; a longer target read past it",
     upstream="the methods that call _maybe_override_draft_max_position_embeddings in vLLM 0.33.0",
     shipped_in="0.33.0",
-    drop="with vLLM 0.33.0",
     # In an order of its own: the obvious one stands further up already, in another test.
     hunks=(
         Hunk(
@@ -28,8 +27,6 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
     # 0.33.0 raises it for every draft that is not a model of its own.
-    shipped=((Sign(FILE, SCOPE, 'self.method != "draft_model"'),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "self.method != 'draft_model'"),),),
 )

@@ -8,7 +8,7 @@ The drafter drafts its whole block in any case, which is what it was trained for
 drafts of it is not verified. Other drafters are scheduled as before.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
@@ -19,7 +19,6 @@ PATCH = Patch(
     why="num_speculative_tokens_per_batch_size was accepted and ignored, or cost a batch its CUDA graph",
     upstream="GPUModelRunner.sample_tokens of vLLM 0.32.0",
     shipped_in="0.32.0",
-    drop="with vLLM 0.32.0",
     hunks=(
         Hunk(
             SCHEDULER,
@@ -59,6 +58,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    shipped=((Sign(RUNNER, "GPUModelRunner", "scheduler_output.num_spec_tokens_to_schedule"),),),
-    core=False,
+    shipped=((Marker(RUNNER, "GPUModelRunner", "scheduler_output.num_spec_tokens_to_schedule"),),),
 )

@@ -7,7 +7,7 @@ max_model_len attention walked off the end of a request's page table into the ne
 prepares its inputs with the same kernel.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
 KERNEL = "_prepare_dflash_inputs_kernel"
@@ -17,7 +17,6 @@ PATCH = Patch(
     why="near max_model_len the page table is read past its end; rejected rows and the null block are written",
     upstream="the slot masks of _prepare_dflash_inputs_kernel in vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -66,17 +65,15 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, KERNEL),),
     shipped=(
         (
-            Sign(FILE, KERNEL, "ctx_block_id != 0"),
-            Sign(FILE, KERNEL, "q_block_id != 0"),
-            Sign(
+            Marker(FILE, KERNEL, "ctx_block_id != 0"),
+            Marker(FILE, KERNEL, "q_block_id != 0"),
+            Marker(
                 FILE,
                 KERNEL,
                 "tl.minimum(last_valid_pos + 1 + num_query_per_req, max_model_len)",
             ),
         ),
     ),
-    core=False,
 )

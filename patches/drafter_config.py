@@ -15,7 +15,6 @@ PATCH = Patch(
     why="a drafter's config.json is read in all its forms, and what cannot be served is refused before weights load",
     upstream="none",
     shipped_in=None,
-    drop="when vLLM checks a drafter before it loads the target",
     hunks=(
         Hunk(
             FILE,
@@ -71,10 +70,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=(
-        (FILE, "HFConfigParser.parse"),
-        (FILE, "get_config"),
-        (VLLM_CONFIG, "VllmConfig.__post_init__"),
-    ),
-    core=False,
 )

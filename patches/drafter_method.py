@@ -14,7 +14,6 @@ PATCH = Patch(
     why="a DFlash2 checkpoint says itself how it is served: method and num_speculative_tokens can be left out",
     upstream="none",
     shipped_in=None,
-    drop="when SpeculativeConfig takes the method from the architecture and S from block_size",
     hunks=(
         Hunk(
             FILE,
@@ -63,6 +62,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE), (FILE, "SpeculativeConfig._is_custom_proposer_path")),
-    core=False,
 )

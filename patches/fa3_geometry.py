@@ -5,7 +5,7 @@ target's for every group; a draft of another shape (32 query heads, 8 KV heads, 
 24, 4, 256) is launched on a schedule of the wrong tiles.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/attention/backends/flash_attn.py"
 SCOPE = "FlashAttentionMetadataBuilder.__init__"
@@ -15,7 +15,6 @@ PATCH = Patch(
     why="the draft's attention was scheduled with the target's head counts and head size",
     upstream="FlashAttentionMetadataBuilder.__init__ of vLLM 0.29.0",
     shipped_in="0.29.0",
-    drop="with vLLM 0.29.0",
     hunks=(
         Hunk(
             FILE,
@@ -48,12 +47,10 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
     shipped=(
         (
-            Sign(FILE, SCOPE, "kv_cache_spec.num_kv_heads"),
-            Sign(FILE, SCOPE, "kv_cache_spec.head_size"),
+            Marker(FILE, SCOPE, "kv_cache_spec.num_kv_heads"),
+            Marker(FILE, SCOPE, "kv_cache_spec.head_size"),
         ),
     ),
-    core=False,
 )

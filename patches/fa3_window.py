@@ -5,7 +5,7 @@ whether it exists at all depends on the target's backend. Beside a target on ano
 windowed draft is launched on splits that its window does not have. Planned at launch, it is right.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/spec_decode/dflash/speculator.py"
 SCOPE = "DFlashSpeculator.set_attn"
@@ -15,7 +15,6 @@ PATCH = Patch(
     why="FlashAttention 3's ahead-of-time schedule ignores the draft's sliding window",
     upstream="DFlashSpeculator.set_attn of vLLM 0.30.0",
     shipped_in="0.30.0",
-    drop="with vLLM 0.30.0",
     hunks=(
         Hunk(
             FILE,
@@ -33,7 +32,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    shipped=((Sign(FILE, SCOPE, "builder.aot_schedule"),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "builder.aot_schedule"),),),
 )

@@ -14,7 +14,6 @@ PATCH = Patch(
     why="a DFlash2 draft overflows in float16: NaN drafts, none accepted, and no error",
     upstream="none",
     shipped_in=None,
-    drop="when the drafter is served in float16 without overflowing",
     hunks=(
         Hunk(
             FILE,
@@ -33,6 +32,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    core=False,
 )

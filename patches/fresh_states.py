@@ -15,7 +15,6 @@ PATCH = Patch(
     why="a one-token prompt of a GDN target went on from the state of an earlier request",
     upstream="in part: GDNAttentionMetadataBuilder.build of vLLM 0.31.0, not for a padded prompt of one token",
     shipped_in=None,
-    drop="when a padded prompt of one token starts from the zero state",
     hunks=(
         Hunk(
             FILE,
@@ -57,6 +56,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, f"{CLASS}.clear_fresh_states"), (FILE, f"{CLASS}.preprocess_state")),
-    core=False,
+    defines=((FILE, f"{CLASS}.clear_fresh_states"),),
 )

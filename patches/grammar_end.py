@@ -5,7 +5,7 @@ matcher that has terminated: the call reports failure and the scheduler ends the
 The check before the call does not help when one call holds both the end and what follows it.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/structured_output/backend_xgrammar.py"
 
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="a draft that runs past the grammar's end ends the request with an error",
     upstream="XgrammarGrammar.accept_tokens of vLLM 0.29.0",
     shipped_in="0.29.0",
-    drop="with vLLM 0.29.0",
     hunks=(
         Hunk(
             FILE,
@@ -54,10 +53,5 @@ PATCH = Patch(
             new="            if not self.matcher.is_terminated() and self.matcher.accept_token(token):\n",
         ),
     ),
-    defines=(
-        (FILE, "XgrammarGrammar.accept_tokens"),
-        (FILE, "XgrammarGrammar.validate_tokens"),
-    ),
-    shipped=((Sign(FILE, "XgrammarGrammar.validate_tokens", "self.matcher.is_terminated()"),),),
-    core=False,
+    shipped=((Marker(FILE, "XgrammarGrammar.validate_tokens", "self.matcher.is_terminated()"),),),
 )

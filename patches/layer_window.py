@@ -4,7 +4,7 @@ With the hybrid KV manager off, target and draft layers merge into one cache gro
 draft's window; FlashAttention on 0.27.1 then clips the target's full attention to it.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/attention/backends/flash_attn.py"
 SCOPE = "FlashAttentionImpl.forward"
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="with the hybrid KV manager off, the target was clipped to the draft's sliding window",
     upstream="FlashAttentionImpl.forward of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -35,7 +34,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    shipped=((Sign(FILE, SCOPE, "_maybe_symmetrize_window(self.sliding_window, ...)"),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "_maybe_symmetrize_window(self.sliding_window"),),),
 )

@@ -16,7 +16,6 @@ PATCH = Patch(
     why="logprob_token_ids was honoured for a request's first token only, and for no verified one",
     upstream="none",
     shipped_in=None,
-    drop="when vLLM's rejection sampler hands logprob_token_ids on",
     hunks=(
         Hunk(
             FILE,
@@ -73,6 +72,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, GET), (FILE, VERIFY)),
-    core=False,
 )

@@ -15,7 +15,6 @@ PATCH = Patch(
     why="min_p and logit_bias were refused beside a DFlash2 draft, whose verification applies both",
     upstream="none",
     shipped_in=None,
-    drop="when vLLM takes both beside a drafter on the V2 runner",
     hunks=(
         Hunk(
             FILE,
@@ -36,6 +35,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    core=False,
 )

@@ -6,7 +6,7 @@ chosen, which makes the worst row choose token 0. A proposal of NaN is rejected 
 is then drawn from p, which keeps standard verification exact.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 REJECTION = "vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py"
 GUMBEL = "vllm/v1/worker/gpu/sample/gumbel.py"
@@ -16,7 +16,6 @@ PATCH = Patch(
     why="an all-NaN row would emit a token id past the vocabulary and crash the next step",
     upstream="NaN handling of _insert_resampled_kernel in vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             REJECTION,
@@ -62,20 +61,14 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=(
-        (REJECTION, "_compute_local_logits_stats_kernel"),
-        (REJECTION, "_resample_kernel"),
-        (GUMBEL, "_gumbel_sample_kernel"),
-    ),
     shipped=(
         (
-            Sign(REJECTION, "_compute_global_target_argmax", "tl.where(local_max != local_max, _, local_max)"),
-            Sign(
+            Marker(REJECTION, "_compute_global_target_argmax", "tl.where(local_max != local_max, "),
+            Marker(
                 REJECTION,
                 "_insert_resampled_kernel",
-                "tl.where(resampled_local_max != resampled_local_max, _, resampled_local_max)",
+                "tl.where(resampled_local_max != resampled_local_max, ",
             ),
         ),
     ),
-    core=False,
 )

@@ -5,7 +5,7 @@ that function stays as it is. `gumbel_noised_argmax` is what upstream calls the 
 a function apart because it needs no score: the walk makes a draft's at once, before its first step.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/v1/worker/gpu/sample/gumbel.py"
 
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="the walk draws with vLLM's own Gumbel noise; the sampler's hot path stays byte for byte",
     upstream="gumbel_noised_argmax of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -60,6 +59,11 @@ def _gumbel_sample_kernel(
 ''',
         ),
     ),
-    defines=((FILE, "gumbel_noise"), (FILE, "gumbel_noised_argmax"), (FILE, "gumbel_block_argmax")),
-    shipped=((Sign(FILE, "", "def gumbel_noised_argmax(...): ..."),),),
+    defines=(
+        (FILE, "gumbel_noise"),
+        (FILE, "gumbel_noised_argmax"),
+        (FILE, "gumbel_block_argmax"),
+    ),
+    shipped=((Marker(FILE, "", "def gumbel_noised_argmax("),),),
+    core=True,
 )

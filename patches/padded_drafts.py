@@ -22,7 +22,6 @@ PATCH = Patch(
     why="a one-token request that joins a decoding batch would emit token 0 up to S times",
     upstream="none",
     shipped_in=None,
-    drop="when the V2 runner marks padded drafts as not drawn",
     hunks=(
         Hunk(
             BASE,
@@ -67,7 +66,5 @@ PATCH = Patch(
     defines=(
         (BASE, "BaseSpeculator.reset_slot"),
         (BASE, "DraftModelSpeculator.reset_slot"),
-        (RUNNER, "GPUModelRunner.add_requests"),
     ),
-    core=False,
 )

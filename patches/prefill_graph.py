@@ -5,7 +5,7 @@ decode graph. A hybrid target (GDN, Mamba) then starts a prompt from the state o
 owner. EAGLE's and MTP's first pass reuses the target's attention metadata, so they ask the same.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 GRAPHS = "vllm/v1/worker/gpu/cudagraph_utils.py"
 STATES = "vllm/v1/worker/gpu/states.py"
@@ -24,7 +24,6 @@ PATCH = Patch(
     why="a prefill batch of S + 1 tokens a request would be replayed as a full decode graph",
     upstream="get_uniform_decode_token_count(has_prefill) of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             GRAPHS,
@@ -101,15 +100,22 @@ PATCH = Patch(
             new="            num_tokens,\n" + PASS_ON,
         ),
     ),
-    defines=(
-        (GRAPHS, "get_uniform_token_count"),
-        (STATES, "RequestState.has_prefill"),
-        (RUNNER, "GPUModelRunner.execute_model"),
-    ),
+    defines=((STATES, "RequestState.has_prefill"),),
     # From 0.31 a one-token extension may run as a decode, so the runner asks a finer question.
     shipped=(
-        (Sign(RUNNER, "GPUModelRunner", "get_uniform_decode_token_count(_, _, _, batch_state.has_prefill)"),),
-        (Sign(RUNNER, "GPUModelRunner", "get_uniform_decode_token_count(_, _, _, decode_graph_eligible)"),),
+        (
+            Marker(
+                RUNNER,
+                "GPUModelRunner",
+                "get_uniform_decode_token_count(num_reqs, num_toks, max_query_len, batch_state.has_prefill)",
+            ),
+        ),
+        (
+            Marker(
+                RUNNER,
+                "GPUModelRunner",
+                "get_uniform_decode_token_count(num_reqs, num_toks, max_query_len, decode_graph_eligible)",
+            ),
+        ),
     ),
-    core=False,
 )

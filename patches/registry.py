@@ -1,6 +1,6 @@
 """The registry maps a checkpoint's architecture string to the module that serves it."""
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/model_executor/models/registry.py"
 
@@ -9,7 +9,6 @@ PATCH = Patch(
     why="a checkpoint whose architecture is DFlash2DraftModel finds its class",
     upstream="_SPECULATIVE_DECODING_MODELS of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -23,5 +22,6 @@ PATCH = Patch(
 """,
         ),
     ),
-    shipped=((Sign(FILE, "", '{"DFlash2DraftModel": _, ...}'),),),
+    shipped=((Marker(FILE, "", "'DFlash2DraftModel'"),),),
+    core=True,
 )

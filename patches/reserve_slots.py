@@ -5,7 +5,7 @@ a DFlash1 drafter, which writes into buffers of max_num_batched_tokens rows, the
 reserves nothing: see token_budget.py.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/config/speculative.py"
 SCOPE = "SpeculativeConfig.max_num_new_slots_for_drafting"
@@ -15,7 +15,6 @@ PATCH = Patch(
     why="DFlash1 drafts S + 1 rows per request; one too few were kept free, so a full batch overran its buffers",
     upstream="SpeculativeConfig.max_num_new_slots_for_drafting of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -31,7 +30,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    shipped=((Sign(FILE, SCOPE, "self.use_dflash()"),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "self.use_dflash()"),),),
 )

@@ -4,7 +4,7 @@ Both halves are needed: on the V1 runner the same checkpoint drafts as DFlash1, 
 selector, and raises nothing.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 CONFIG = "vllm/config/vllm.py"
 SPECULATORS = "vllm/v1/worker/gpu/spec_decode/__init__.py"
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="a DFlash2 draft is given DFlash2Speculator and the V2 runner; V1 would drop its selector",
     upstream="_is_dflash2_draft and init_speculator of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             CONFIG,
@@ -67,19 +66,17 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=(
-        (CONFIG, "VllmConfig._is_dflash2_draft"),
-        (SPECULATORS, "init_speculator"),
-    ),
+    defines=((CONFIG, "VllmConfig._is_dflash2_draft"),),
     # From 0.29 the V2 decision stands elsewhere in VllmConfig; from 0.31 the helper has another name.
     shipped=(
         (
-            Sign(CONFIG, "VllmConfig", "self._is_dflash2_draft()"),
-            Sign(SPECULATORS, "init_speculator", "DFlash2Speculator(...)"),
+            Marker(CONFIG, "VllmConfig", "self._is_dflash2_draft()"),
+            Marker(SPECULATORS, "init_speculator", "DFlash2Speculator("),
         ),
         (
-            Sign(CONFIG, "VllmConfig", "self._is_dflash_candidate_draft()"),
-            Sign(SPECULATORS, "init_speculator", "DFlash2Speculator(...)"),
+            Marker(CONFIG, "VllmConfig", "self._is_dflash_candidate_draft()"),
+            Marker(SPECULATORS, "init_speculator", "DFlash2Speculator("),
         ),
     ),
+    core=True,
 )

@@ -16,7 +16,6 @@ PATCH = Patch(
     why="probabilistic drafting kept, and read back, a row of the vocabulary per draft token: gigabytes of it",
     upstream="none",
     shipped_in=None,
-    drop="when vLLM verifies from the candidates' scores",
     hunks=(
         Hunk(
             FILE,
@@ -42,6 +41,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, "RejectionSampler._verify"),),
-    core=False,
 )

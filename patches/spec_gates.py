@@ -7,7 +7,7 @@ single row, or where a prefill chunk of S + 1 tokens comes first: then a request
 is written by another request's gates, and its text is wrong from there on.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 SCOPE = "QwenGatedDeltaNetAttention._forward_core"
@@ -17,7 +17,6 @@ PATCH = Patch(
     why="in a mixed batch a verified request of a GDN target used another request's gates: wrong text",
     upstream="a_spec, b_spec in QwenGatedDeltaNetAttention._forward_core of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -51,12 +50,10 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
     shipped=(
         (
-            Sign(FILE, SCOPE, "a.index_select(0, spec_token_indx)"),
-            Sign(FILE, SCOPE, "b.index_select(0, spec_token_indx)"),
+            Marker(FILE, SCOPE, "a.index_select(0, spec_token_indx)"),
+            Marker(FILE, SCOPE, "b.index_select(0, spec_token_indx)"),
         ),
     ),
-    core=False,
 )

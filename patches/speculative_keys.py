@@ -15,7 +15,6 @@ PATCH = Patch(
     why="keys of the speculative config that a DFlash2 drafter does not read were taken and ignored",
     upstream="none",
     shipped_in=None,
-    drop="when vLLM refuses keys that a drafter does not read",
     hunks=(
         Hunk(
             FILE,
@@ -48,5 +47,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    core=False,
 )

@@ -3,7 +3,7 @@
 0.27.1 passes speculators' own name of the algorithm on as the method, and has no method "dflash2".
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/transformers_utils/configs/speculators/base.py"
 SCOPE = "SpeculatorsConfig.build_vllm_speculative_config"
@@ -13,7 +13,6 @@ PATCH = Patch(
     why="a drafter in the format of speculators, served by its own path, had a method that vLLM does not know",
     upstream="SpeculatorsConfig.build_vllm_speculative_config of vLLM 0.29.0",
     shipped_in="0.29.0",
-    drop="with vLLM 0.29.0",
     hunks=(
         Hunk(
             FILE,
@@ -28,7 +27,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
-    shipped=((Sign(FILE, SCOPE, 'result["method"] == "dflash2"'),),),
-    core=False,
+    shipped=((Marker(FILE, SCOPE, "result['method'] == 'dflash2'"),),),
 )

@@ -3,7 +3,7 @@
 With the two class attributes a subclass swaps the layer or the model and inherits the rest.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/model_executor/models/qwen3_dflash.py"
 
@@ -12,7 +12,6 @@ PATCH = Patch(
     why="DFlash2 replaces the decoder layer and the model class of DFlash and inherits the rest",
     upstream="decoder_layer_cls and model_cls of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -59,8 +58,9 @@ class DFlashQwen3ForCausalLM(Qwen3ForCausalLM):
     ),
     shipped=(
         (
-            Sign(FILE, "DFlashQwen3Model.__init__", "self.decoder_layer_cls(...)"),
-            Sign(FILE, "DFlashQwen3ForCausalLM.__init__", "self.model_cls(...)"),
+            Marker(FILE, "DFlashQwen3Model.__init__", "self.decoder_layer_cls("),
+            Marker(FILE, "DFlashQwen3ForCausalLM.__init__", "self.model_cls("),
         ),
     ),
+    core=True,
 )

@@ -6,7 +6,7 @@ budget that ends within a block too. Which tokens are forced is what V1 decides 
 with a sampler of their own (diffusion) are refused as before.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 CONFIG = "vllm/config/vllm.py"
 INPUT = "vllm/v1/engine/input_processor.py"
@@ -18,7 +18,6 @@ PATCH = Patch(
     why="requests with a thinking_token_budget were refused on the V2 runner",
     upstream="ThinkingBudgetState of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             CONFIG,
@@ -119,11 +118,6 @@ from vllm.v1.worker.gpu.states import RequestState
 """,
         ),
     ),
-    defines=(
-        (CONFIG, "VllmConfig._validate_v2_model_runner"),
-        (RUNNER, "GPUModelRunner.add_requests"),
-        (SAMPLER, "Sampler"),
-    ),
-    shipped=((Sign(SAMPLER, "Sampler.__init__", "ThinkingBudgetState(...)"),),),
-    core=False,
+    defines=((SAMPLER, "Sampler"),),
+    shipped=((Marker(SAMPLER, "Sampler.__init__", "ThinkingBudgetState("),),),
 )

@@ -20,7 +20,6 @@ PATCH = Patch(
     why="the draft's rows were taken out of the target's token budget: short prefill chunks, or no start at all",
     upstream="none",
     shipped_in=None,
-    drop="when vLLM's DFlash2 speculator has buffers of its own",
     hunks=(
         Hunk(
             FILE,
@@ -34,5 +33,4 @@ PATCH = Patch(
 """,
         ),
     ),
-    core=False,
 )

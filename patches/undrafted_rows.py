@@ -6,7 +6,7 @@ max_model_len, a grammar that allows none) took the other path and went on from 
 first row: everything that was accepted after it had not happened.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 STATES = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
 PREPARE = "MambaHybridModelState.prepare_attn"
@@ -18,7 +18,6 @@ PATCH = Patch(
     why="a GDN target forgot tokens accepted just before a step without drafts, as the last one of a full context",
     upstream="MambaHybridModelState.prepare_attn and GDNAttentionMetadataBuilder.build of vLLM 0.32.0",
     shipped_in="0.32.0",
-    drop="with vLLM 0.32.0",
     hunks=(
         Hunk(
             STATES,
@@ -56,7 +55,5 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((STATES, PREPARE), (GDN, BUILD)),
-    shipped=((Sign(STATES, PREPARE, "np.where(is_decode, num_draft_tokens_per_req, -1)"),),),
-    core=False,
+    shipped=((Marker(STATES, PREPARE, "np.where(is_decode, num_draft_tokens_per_req, -1)"),),),
 )

@@ -4,7 +4,7 @@ The candidate selector runs in the V2 speculator only. On the V1 runner the same
 as DFlash1: nothing raises, acceptance just falls.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/config/vllm.py"
 SCOPE = "VllmConfig.__post_init__"
@@ -14,7 +14,6 @@ PATCH = Patch(
     why="VLLM_USE_V2_MODEL_RUNNER=0 served DFlash2 without its selector and without a word",
     upstream="the features the V1 runner lacks, VllmConfig of vLLM 0.29.0",
     shipped_in="0.29.0",
-    drop="with vLLM 0.29.0",
     hunks=(
         Hunk(
             FILE,
@@ -34,22 +33,20 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=((FILE, SCOPE),),
     shipped=(
         (
-            Sign(
+            Marker(
                 FILE,
                 "VllmConfig._get_v1_model_runner_unsupported_features",
                 "self._is_dflash2_draft()",
             ),
         ),
         (
-            Sign(
+            Marker(
                 FILE,
                 "VllmConfig._get_v1_model_runner_unsupported_features",
                 "self._is_dflash_candidate_draft()",
             ),
         ),
     ),
-    core=False,
 )

@@ -4,7 +4,7 @@ Each rank ranks the columns it owns and sends k (score, id) pairs, so that a voc
 is never gathered. DFlash2 scales first and caps second, the other way round than `forward`.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 FILE = "vllm/model_executor/layers/logits_processor.py"
 
@@ -13,7 +13,6 @@ PATCH = Patch(
     why="the K best tokens of the target's head with their scores, without gathering the vocabulary",
     upstream="LogitsProcessor.get_top_k_tokens of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             FILE,
@@ -98,5 +97,6 @@ PATCH = Patch(
         ),
     ),
     defines=((FILE, "LogitsProcessor.get_top_k_tokens"),),
-    shipped=((Sign(FILE, "LogitsProcessor", "def get_top_k_tokens(...): ..."),),),
+    shipped=((Marker(FILE, "LogitsProcessor", "def get_top_k_tokens("),),),
+    core=True,
 )

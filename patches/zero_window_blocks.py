@@ -6,7 +6,7 @@ decode to NaN spread into live rows. 0.27.1 records and zeroes full-attention bl
 changes for models without Mamba layers or mixed cache precisions: they are never zeroed.
 """
 
-from _patchlib import Hunk, Patch, Sign
+from _patchlib import Hunk, Marker, Patch
 
 MANAGER = "vllm/v1/core/single_type_kv_cache_manager.py"
 UTILS = "vllm/v1/worker/utils.py"
@@ -16,7 +16,6 @@ PATCH = Patch(
     why="sliding-window blocks taken from Mamba layers keep their bytes, and 0 * NaN spreads",
     upstream="AttentionSpec instead of FullAttentionSpec in KVBlockZeroer and the managers of vLLM 0.28.0",
     shipped_in="0.28.0",
-    drop="with vLLM 0.28.0",
     hunks=(
         Hunk(
             MANAGER,
@@ -58,19 +57,14 @@ PATCH = Patch(
 """,
         ),
     ),
-    defines=(
-        (MANAGER, "SingleTypeKVCacheManager.__init__"),
-        (UTILS, "KVBlockZeroer.__init__"),
-    ),
     shipped=(
         (
-            Sign(
+            Marker(
                 MANAGER,
                 "SingleTypeKVCacheManager.__init__",
                 "isinstance(kv_cache_spec, AttentionSpec)",
             ),
-            Sign(UTILS, "KVBlockZeroer.__init__", "isinstance(spec, AttentionSpec)"),
+            Marker(UTILS, "KVBlockZeroer.__init__", "isinstance(spec, AttentionSpec)"),
         ),
     ),
-    core=False,
 )

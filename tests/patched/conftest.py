@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from _patchdata import HOME
+from _patchlib import STATE_DIR as HOME
 from patches import PATCHES
 
 

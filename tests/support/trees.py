@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from _patchdata import HOME
+from _patchlib import STATE_DIR as HOME
 
 REPO = Path(__file__).resolve().parent.parent.parent
 TINY = REPO / "demo" / "tiny"

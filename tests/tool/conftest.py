@@ -1,19 +1,19 @@
-"""Fixtures of the patch tool's tests; see patching.py."""
+"""Trees of the real vLLM 0.27.1 that are small: the files that the tool asks for, and no others."""
 
 import shutil
 
 import pytest
 
 import _patchlib
-import _tree
-from tests.tool.patching import REPO, call, patch_set
+import _site
+from tests.tool.patching import REPO, make_small_tree, patch_set, small_patch_set, succeed
 
 
 @pytest.fixture(scope="session")
 def template(pristine, tmp_path_factory):
-    """An unpatched tree with the files that the tool asks for and no others. Never write to it."""
+    """An unpatched tree with the files that a survey asks for. Never write to it."""
     asked = {"vllm/__init__.py", "vllm/_version.py", "vllm/logger.py"}
-    read = _tree.reader(pristine)
+    read = _site.reader(pristine)
 
     def spy(path):
         asked.add(path)
@@ -39,16 +39,28 @@ def tree(template, tmp_path):
 
 @pytest.fixture(scope="session")
 def patched_template(template, tmp_path_factory):
+    """The template, patched. Never write to it."""
     site = shutil.copytree(template, tmp_path_factory.mktemp("patched") / "site-packages")
-    result = call("--root", site)
-    assert result.code == 0, result.out + result.err
+    succeed(site)
     return site
 
 
 @pytest.fixture
 def patched_tree(patched_template, tmp_path):
     """A private copy of the template, patched."""
-    return shutil.copytree(patched_template, tmp_path / "site-packages", symlinks=True)
+    return shutil.copytree(patched_template, tmp_path / "site-packages")
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The least vLLM, unpatched; `small_patch_set()` fits it."""
+    return make_small_tree(tmp_path / "small")
+
+
+@pytest.fixture
+def patched_small(small):
+    succeed(small, patch_set=small_patch_set())
+    return small
 
 
 @pytest.fixture
@@ -56,8 +68,8 @@ def tool(tmp_path):
     """A private copy of the tool, for tests that change it or run it as a process of its own."""
     folder = tmp_path / "tool"
     folder.mkdir()
-    for name in ("apply_all.py", "_patchlib.py", "_patchdata.py", "_patchtext.py", "_tree.py"):
-        shutil.copyfile(REPO / name, folder / name)
+    for path in (REPO / "apply_all.py", *REPO.glob("_*.py")):
+        shutil.copyfile(path, folder / path.name)
     for name in ("patches", "dflash2"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder

@@ -10,11 +10,10 @@ from collections import defaultdict
 
 import pytest
 
-from patches import INSTALLED, PATCHES
+from patches import PATCHES
+from tests.tool.patching import OURS
 
 PATCHED_FILES = sorted({hunk.file for patch in PATCHES for hunk in patch.hunks})
-# Not patched, but ours set attributes that its objects have.
-FILES = (*PATCHED_FILES, "vllm/v1/worker/gpu/block_table.py")
 
 
 def functions(tree):
@@ -105,12 +104,12 @@ def demanded(before, after):
 
 @pytest.fixture(scope="module")
 def before(pristine):
-    return {file: (pristine / file).read_text() for file in FILES}
+    return {file: (pristine / file).read_text() for file in PATCHED_FILES}
 
 
 @pytest.fixture(scope="module")
 def after(patched):
-    return {file: (patched / file).read_text() for file in (*FILES, *INSTALLED.values())}
+    return {file: (patched / file).read_text() for file in (*PATCHED_FILES, *OURS.files)}
 
 
 def test_no_attribute_of_the_patched_tree_is_borrowed(before, after):

@@ -6,6 +6,7 @@ import pytest
 
 import apply_all
 import patches
+from _patchlib import State
 from docs import patches_page
 from tests.support.trees import REPO
 
@@ -41,3 +42,14 @@ def test_the_readme_links_the_other_pages():
 @pytest.mark.parametrize("line", re.findall(r"^python apply_all\.py(.*?)(?:   .*)?$", README, re.MULTILINE))
 def test_every_command_line_parses(line):
     apply_all.parse(line.split())
+
+
+def test_the_table_has_each_state():
+    table = README.split("| state | meaning |\n| --- | --- |\n")[1].split("\n\n")[0]
+    assert sorted(row.split("|")[1].strip() for row in table.splitlines()) == sorted([*State, "UNREADABLE"])
+
+
+def test_every_option_is_named():
+    options = re.findall(r'add_argument\("(--\w+)"', (REPO / "apply_all.py").read_text())
+    assert len(options) > 8
+    assert [option for option in options if option not in README] == []

@@ -6,26 +6,23 @@ import os
 import resource
 import shutil
 import subprocess
-from dataclasses import replace
 
-import libcst
 import pytest
 
-import _patchlib
-import _tree
+import _site
+import apply_all
 from _patchlib import Problem
-from patches import INSTALLED, PATCHES
+from patches import PATCHES
 from tests.tool.patching import (
     CAUSALITY,
-    HOME,
+    OURS,
     PYTHON,
+    RECORD,
     REPO,
     call,
     contents,
     edit_file,
-    older_patch_set,
-    patch_set,
-    snapshot,
+    info,
 )
 
 
@@ -39,11 +36,11 @@ def package(root, version="0.27.1", init=""):
 
 
 def distribution(root, name, version, brings_vllm=True, record=True):
-    info = root / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+    folder = root / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
     if record:
-        (info / "RECORD").write_text("vllm/__init__.py,,\n" if brings_vllm else "other.py,,\n")
+        (folder / "RECORD").write_text("vllm/__init__.py,,\n" if brings_vllm else "other.py,,\n")
 
 
 @pytest.mark.parametrize(
@@ -63,20 +60,20 @@ def test_whichever_distribution_brought_it(tmp_path, names, own, version, wheel)
     distribution(root, "torch", "2.13.0", brings_vllm=False)
     for name in names:
         distribution(root, *name)
-    assert _tree.locate(str(root)) == _tree.Site(root, version, wheel)
+    assert _site.locate(str(root)) == _site.Site(root, version, wheel)
 
 
 def test_an_installation_without_list_of_files(tmp_path):
     root = package(tmp_path / "site", None)
     distribution(root, "vllm", "0.27.1", record=False)
-    assert _tree.locate(str(root)) == _tree.Site(root, "0.27.1", None)
+    assert _site.locate(str(root)) == _site.Site(root, "0.27.1", None)
 
 
 def test_metadata_without_a_version(tmp_path):
     root = package(tmp_path / "site", "0.27.1")
     distribution(root, "vllm", "0.27.1")
     (root / "vllm-0.27.1.dist-info/METADATA").write_text("")
-    assert _tree.locate(str(root)).version == "0.27.1"
+    assert _site.locate(str(root)).version == "0.27.1"
 
 
 @pytest.mark.parametrize(
@@ -86,14 +83,14 @@ def test_however_record_is_quoted(tmp_path, line):
     root = package(tmp_path / "site", None)
     distribution(root, "vllm", "0.27.1")
     (root / "vllm-0.27.1.dist-info/RECORD").write_bytes(line)
-    assert _tree.locate(str(root)).wheel == "vllm-0.27.1.dist-info/RECORD"
+    assert _site.locate(str(root)).wheel == "vllm-0.27.1.dist-info/RECORD"
 
 
 def test_an_old_egg(tmp_path):
     root = package(tmp_path / "site", None)
     (root / "vllm.egg-info").mkdir()
     (root / "vllm.egg-info/PKG-INFO").write_text("Name: vllm\nVersion: 0.27.1\n")
-    assert _tree.locate(str(root)).version == "0.27.1"
+    assert _site.locate(str(root)).version == "0.27.1"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_an_old_egg(tmp_path):
 def test_no_vllm_to_speak_of(tmp_path, make, wanted):
     make(tmp_path / "site")
     for arguments in ((), ("--check",), ("--status",), ("--revert",), ("--json",)):
-        result = call("--root", tmp_path / "site", *arguments)
+        result = call(tmp_path / "site", *arguments)
         assert result.code == 3 and wanted in result.err and str(tmp_path) in result.err
     assert result.json() == {
         "verdict": None,
@@ -143,8 +140,7 @@ def test_found_without_being_imported(tree):
 
 def test_an_editable_install(tree, tmp_path):
     """The package lies in a checkout, site-packages holds a pointer to it and a RECORD without its files."""
-    (info,) = tree.glob("vllm*.dist-info")
-    shutil.rmtree(info)
+    shutil.rmtree(info(tree))
     site = tmp_path / "editable"
     site.mkdir()
     distribution(site, "vllm", "0.27.1", brings_vllm=False)
@@ -157,15 +153,8 @@ def test_an_editable_install(tree, tmp_path):
     )
     done = subprocess.run([PYTHON, "-c", code, site], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert str(tree) in done.stdout and (tree / HOME / "record.json").exists()
+    assert str(tree) in done.stdout and (tree / RECORD).exists()
     assert contents(site) == before
-
-
-def test_a_linked_site_packages(tree, tmp_path, patched_template):
-    """The folder that --root names may itself be a link: lib64 is one."""
-    (tmp_path / "lib64").symlink_to(tree)
-    assert call("--root", tmp_path / "lib64").code == 0
-    assert contents(tree) == contents(patched_template)
 
 
 @pytest.mark.parametrize(
@@ -173,103 +162,18 @@ def test_a_linked_site_packages(tree, tmp_path, patched_template):
     [("--force",), ("--check", "--revert"), ("--tree", "x"), ("--git", "x"), ("--nonsense",), ("--drift",), ("x",)],
 )
 def test_wrong_arguments_are_no_drift(arguments):
-    result = call(*arguments)
+    result = call(None, *arguments)
     assert result.code == 3 and result.err.startswith("usage: apply_all.py") and not result.out
 
 
-def test_states_and_exit_codes_in_turn(tree):
-    def asked(*arguments, **options):
-        result = call("--root", tree, "--json", *arguments, **options)
-        found = result.json()
-        assert found["exit_code"] == result.code and found["version"].startswith("0.27.1")
-        assert set(found) == {"verdict", "exit_code", "version", "message", "patches"}
-        assert all(set(row) == {"name", "state", "files", "detail", "shipped_in"} for row in found["patches"])
-        assert found["patches"][0]["name"] == PATCHES[0].name
-        return found["verdict"], result.code
-
-    assert asked("--check") == ("APPLY", 1)
-    assert asked("--status") == ("APPLY", 0)
-    assert asked("--revert") == ("APPLY", 0)
-    assert asked(patch_set=older_patch_set()) == ("NOOP", 0)
-    assert asked("--check") == ("OUTDATED", 1)
-    assert asked("--status") == ("OUTDATED", 0)
-    assert asked() == ("NOOP", 0)
-    assert asked("--check") == ("NOOP", 0)
-    assert asked() == ("NOOP", 0)
-    edit_file(tree, CAUSALITY, '"is_causal"', '"causal"')
-    assert asked("--check") == ("PARTIAL", 2)
-    assert asked("--status") == ("PARTIAL", 0)
-    assert asked() == ("PARTIAL", 2)
-    assert asked("--revert", "--force") == ("APPLY", 0)
-    edit_file(tree, CAUSALITY, '.get("causal")', '.get("causality")')
-    assert asked("--check") == ("DRIFT", 2)
-    assert asked("--status") == ("DRIFT", 0)
-    assert asked() == ("DRIFT", 2)
-
-
 def test_what_people_read(tree):
-    result = call("--root", tree)
+    result = call(tree)
     *rows, sentence = result.out.splitlines()
-    folders = patch_set().folders
+    folders = OURS.folders
     assert [row.split()[0] for row in rows] == [*(patch.name for patch in PATCHES), *folders]
     assert len({row.index("NOOP") for row in rows}) == 1, "aligned"
     assert sentence.startswith("Applied to vLLM 0.27.1") and sentence.endswith(".")
     assert result.err == ""
-
-
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.2", "0.28.0.dev1"])
-def test_an_unsupported_version(tree, version):
-    (info,) = tree.glob("vllm*.dist-info")
-    (info / "METADATA").write_text((info / "METADATA").read_text().replace("Version: 0.27.1", f"Version: {version}"))
-    before = snapshot(tree)
-    result = call("--root", tree)
-    assert result.code == 2
-    assert f"vLLM {version} is not supported: the patches fit 0.27.0 and 0.27.1" in result.out.splitlines()[-1]
-    assert call("--root", tree, "--json").json()["verdict"] == "DRIFT"
-    assert snapshot(tree) == before
-
-
-def test_a_backport_by_someone_else(tree, template):
-    """What they ported is theirs, the rest is applied, and a later run does not take our text for theirs."""
-    edit_file(
-        tree,
-        CAUSALITY,
-        '    override = (getattr(config, "dflash_config", None) or {}).get("causal")\n',
-        '    override = getattr(config, "is_causal", None)  # theirs\n',
-    )
-    before = contents(tree)
-    check = call("--root", tree, "--check", "--json")
-    assert (check.code, check.json()["verdict"]) == (1, "APPLY")
-    assert (check.states()["causality"], check.states()["registry"]) == ("SHIPPED", "APPLY")
-    assert call("--root", tree).code == 0
-    for _ in range(2):
-        again = call("--root", tree, "--json")
-        assert (again.code, again.json()["verdict"]) == (0, "NOOP")
-        assert (again.states()["causality"], again.states()["registry"]) == ("SHIPPED", "NOOP")
-    assert call("--root", tree, "--revert").code == 0
-    assert contents(tree) == before
-
-
-@pytest.mark.parametrize("data", [b"# theirs\n", b""])
-def test_a_file_in_the_way(tree, data):
-    path = INSTALLED["dflash2/qwen3_dflash2.py"]
-    (tree / path).write_bytes(data)
-    before = snapshot(tree)
-    result = call("--root", tree)
-    assert result.code == 2 and f"{path}: a file that is not ours is in the way" in result.err
-    assert snapshot(tree) == before
-
-
-def test_a_folder_in_the_way(tree):
-    (tree / HOME / "record.json").mkdir(parents=True)
-    result = call("--root", tree)
-    assert result.code == 3 and "record.json" in result.err
-    shutil.rmtree(tree / HOME)
-    (tree / HOME).write_text("")
-    before = snapshot(tree)
-    result = call("--root", tree)
-    assert result.code == 3 and HOME in result.err
-    assert snapshot(tree) == before
 
 
 def test_a_reader_who_has_seen_enough(tree):
@@ -300,53 +204,50 @@ def test_python_without_the_script_s_folder_on_its_path(patched_template):
 
 def test_an_empty_root_is_not_this_python_s_own():
     """As in --root "$SITE" where SITE is not set."""
-    result = call("--root", "", "--check")
+    result = call("", "--check")
     assert result.code == 3 and "--root is empty" in result.err
 
 
-def test_a_target_nested_too_deeply_to_be_read(tree):
-    with (tree / CAUSALITY).open("a") as file:
-        file.write(f"x = {'-' * 8000}1\n")
-    result = call("--root", tree)
-    assert result.code == 2 and CAUSALITY in result.err
-
-
-def test_reverted_without_libcst(patched_tree, template, tmp_path):
-    """Reverting needs only the record, and says that it was done."""
+def test_without_libcst(tree, template, tmp_path):
+    """Only the diagnosis of drift needs it, and says so."""
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked/libcst.py").write_text("raise ImportError\n")
-    done = run("--root", patched_tree, "--revert", path=tmp_path / "blocked")
-    assert done.returncode == 3 and "Reverted" in done.stderr and "libcst is missing" in done.stderr
-    assert contents(patched_tree) == contents(template)
-
-
-def test_without_libcst_it_says_so(tree, tmp_path):
-    (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked/libcst.py").write_text("raise ImportError\n")
+    for arguments in ((), ("--check",), ("--revert",)):
+        done = run("--root", tree, *arguments, path=tmp_path / "blocked")
+        assert done.returncode == 0, done.stderr
+    assert contents(tree) == contents(template)
+    edit_file(tree, CAUSALITY, '.get("causal")', '.get("causality")')
     done = run("--root", tree, path=tmp_path / "blocked")
-    assert done.returncode == 3 and "pip install libcst" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "install libcst" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_error_names_the_patch_set(tool, tree):
     (tool / "dflash2/qwen3_dflash2.py").unlink()
     done = subprocess.run([PYTHON, tool / "apply_all.py", "--root", tree], capture_output=True, text=True)
-    assert done.returncode == 3 and "dflash2/qwen3_dflash2.py: INSTALLED names it" in done.stderr
+    assert done.returncode == 3 and "qwen3_dflash2" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_revert_needs_no_patch_that_fits(patched_tree, template):
-    """Another version of the tool, whose patches no longer fit these originals, can still undo what the record says."""
-    first = PATCHES[0].hunks[0]
-    drifted = patch_set([replace(PATCHES[0], hunks=(replace(first, old="    nowhere = 1\n"),)), *PATCHES[1:]])
-    assert call("--root", patched_tree, patch_set=drifted).code == 2
-    assert call("--root", patched_tree, "--revert", patch_set=drifted).code == 0
-    assert contents(patched_tree) == contents(template)
+def test_a_faulty_patch_is_refused_by_name(tool, tree):
+    place = tool / "patches" / "causality.py"
+    place.write_text(place.read_text().replace("vllm/model_executor", "../vllm/model_executor"))
+    done = subprocess.run([PYTHON, tool / "apply_all.py", "--root", tree], capture_output=True, text=True)
+    assert done.returncode == 3 and done.stderr.startswith("apply_all.py: patch causality: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_locate_names_the_python_that_lacks_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Problem, match="has no vLLM: run the Python of the venv that has it") as refused:
-        _tree.locate()
-    assert refused.value.exit_code == 3
+    with pytest.raises(Problem, match="has no vLLM: run the Python of the venv that has it"):
+        _site.locate()
+
+
+def test_version(capsys):
+    result = call(None, "--version")
+    assert (result.code, result.out) == (0, f"apply_all.py {apply_all.__version__}\n")
+    assert result.out.split()[1] in (REPO / "CHANGELOG.md").read_text()
+
+
+# How long it takes
 
 
 def seconds(*command):
@@ -357,31 +258,26 @@ def seconds(*command):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_speed_patched_already(patched_tree):
+def test_speed_of_applying(template, tmp_path):
+    trees = [shutil.copytree(template, tmp_path / str(number)) for number in range(2)]
+    # Two seconds on a calm machine; twice that where others compete for its caches.
+    assert min(seconds(PYTHON, "apply_all.py", "--root", tree) for tree in trees) < 4
+
+
+def test_speed_patched_already(patched_template):
     code = "import sys, apply_all; apply_all.main(sys.argv[1:]); assert 'libcst' not in sys.modules"
-    assert min(seconds(PYTHON, "-c", code, "--root", patched_tree) for _ in range(3)) < 0.5
+    assert min(seconds(PYTHON, "-c", code, "--root", patched_template) for _ in range(3)) < 0.5
 
 
-CORE = (
-    "import sys, apply_all, _patchlib, _tree, patches\n"
-    "core = [patch for patch in patches.PATCHES if patch.core]\n"
-    "own = _patchlib.load(core, patches.INSTALLED, _tree.reader(apply_all.HERE))\n"
-    "apply_all.own_patches = lambda: own\n"
-    "assert apply_all.main(sys.argv[1:]) == 0\n"
-)
-
-
-@pytest.mark.parametrize(
-    "command, limit", [(("-c", CORE), 4), (("apply_all.py",), 10)], ids=["the seven seams", "every fix"]
-)
-def test_speed_of_applying(tree, command, limit):
-    assert seconds(PYTHON, *command, "--root", tree) < limit
-
-
-def test_nothing_is_parsed_twice(tree, monkeypatch):
-    parsed = []
-    real = libcst.parse_module
-    monkeypatch.setattr(libcst, "parse_module", lambda text: (parsed.append(text), real(text))[1])
-    _patchlib.outline.cache_clear()
-    assert call("--root", tree).code == 0
-    assert parsed and len(parsed) == len(set(parsed))
+def test_nothing_is_parsed_twice(tree):
+    """An application needs no libcst, and one syntax tree per text."""
+    code = (
+        "import ast, sys\n"
+        "parsed, real = [], ast.parse\n"
+        "def parse(text, *rest, **more): parsed.append(text); return real(text, *rest, **more)\n"
+        "ast.parse = parse\n"
+        "import apply_all\n"
+        "assert apply_all.main(sys.argv[1:]) == 0 and 'libcst' not in sys.modules\n"
+        "assert len(parsed) > 30 and len(parsed) == len(set(parsed)), len(parsed)\n"
+    )
+    subprocess.run([PYTHON, "-c", code, "--root", tree], cwd=REPO, check=True, capture_output=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from _patchlib import STATE_DIR as HOME
+from _patchlib import STATE_DIR
 from patches import PATCHES
 
 
 def is_patched():
-    return (Path(importlib.util.find_spec("vllm").origin).parent.parent / HOME).exists()
+    return (Path(importlib.util.find_spec("vllm").origin).parent.parent / STATE_DIR).exists()
 
 
 def pytest_configure(config):

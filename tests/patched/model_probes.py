@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import torch
 
+import _site
 import patches
+from tests.support.trees import REPO
 
 GOOD = {
     "mask_token_id": 257,
@@ -41,7 +43,8 @@ BAD = [
 
 
 def touched_modules():
-    files = {hunk.file for patch in patches.PATCHES for hunk in patch.hunks} | set(patches.INSTALLED.values())
+    files = {hunk.file for patch in patches.PATCHES for hunk in patch.hunks}
+    files |= set(_site.list_installed(REPO, patches.INSTALLED).values())
     return sorted(file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in files)
 
 

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from _patchlib import STATE_DIR as HOME
+from _patchlib import STATE_DIR
 
 REPO = Path(__file__).resolve().parent.parent.parent
 TINY = REPO / "demo" / "tiny"
@@ -106,7 +106,7 @@ def make_pristine(site):
     found = vllm_distribution()
     assert found.version.split("+")[0] == "0.27.1", f"the tests need vLLM 0.27.1, this Python has {found.version}"
     copy_tree(Path(found.locate_file("")), site)
-    if (site / HOME).exists():  # the demo has been here; RECORD says so too, and is true of it
+    if (site / STATE_DIR).exists():  # the demo has been here; RECORD says so too, and is true of it
         reverted = apply_all("--root", site, "--revert")
         assert reverted.returncode == 0, reverted.stderr
     assert changed_files(site) == [], "this vLLM was edited: reinstall it before testing"

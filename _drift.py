@@ -1,6 +1,6 @@
 """Ask releases that are not installed: would the patches apply, or does the release ship them?
 
-A reader maps a path below site-packages to the file's bytes, or to None where the release has no such
+A reader maps a path below site-packages to the file's bytes, or to None if the release has no such
 file. There is one for wheels on the index that pip is configured for (ranged reads: megabytes, not
 300 MB per version), one for a folder and one for a git clone with tags. Nothing is written anywhere.
 """
@@ -143,7 +143,7 @@ class Index:
                 return list(finder.find_all_packages("vllm", allow_yanked=True))
 
     def open(self, version: str) -> zipfile.ZipFile:
-        """The wheel of one version; 0.28.0 stands for 0.28.0+local where only that exists."""
+        """The wheel of one version; 0.28.0 stands for 0.28.0+local if only that exists."""
         links = self._links(version)
         wheels = [link for link in links if link.is_wheel]
         if not wheels:

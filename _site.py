@@ -127,9 +127,12 @@ def _version_file(path: Path) -> str | None:
     except (FileNotFoundError, SyntaxError, ValueError):
         return None
     for node in body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            if any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets):
-                return str(node.value.value)
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets)
+        ):
+            return str(node.value.value)
     return None
 
 

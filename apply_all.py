@@ -200,14 +200,14 @@ def ready_streams() -> None:
     for name in ("stdout", "stderr"):
         # Closed ones (>&-) are None, and print would send errors to the other one.
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115: it stays open
         # A diff may quote text that an ASCII locale cannot print.
         getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def unread_output() -> Iterator[None]:
-    """The exit status is about the tree, also where the reader of our output has seen enough or its disk is full."""
+    """The exit status is about the tree, also if the reader of our output has seen enough or its disk is full."""
     try:
         yield
     except OSError as error:

@@ -8,7 +8,7 @@ So the position of the round's anchor, the last verified token, goes into the up
 of `u` under block verification, and of the drafts. It grows with every round of a request, both sides
 have it on the device, and it depends on nothing but the request, so seeded runs still reproduce. The
 speculators mix it into their own copy of the seeds, before the captured graph that reads them.
-The residual keeps its key: it is drawn once a round, at the position that the round ends with.
+The residual keeps its key: it is drawn once per round, at the position that the round ends with.
 """
 
 from _patchlib import Hunk, Marker, Patch

@@ -1,6 +1,6 @@
 """A draft sees every position of the target, so its rotary cache must reach the target's length.
 
-0.27.1 raises a draft's max_position_embeddings for EAGLE only. Where a target is served beyond the
+0.27.1 raises a draft's max_position_embeddings for EAGLE only. If a target is served beyond the
 drafter's own number, DFlash and DSpark gather cos and sin past the end of their cache.
 """
 

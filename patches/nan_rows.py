@@ -1,7 +1,7 @@
 """A row of NaN logits must not produce a token id outside the vocabulary.
 
 NaN loses every comparison, so the argmax of such a row ends in the block's padding and vLLM emits
-id >= vocab_size; the next embedding gather is out of bounds. Here NaN counts as -inf where a token is
+id >= vocab_size; the next embedding gather is out of bounds. Here NaN counts as -inf whenever a token is
 chosen, which makes the worst row choose token 0. A proposal of NaN is rejected for certain; the token
 is then drawn from p, which keeps standard verification exact.
 """

@@ -3,7 +3,7 @@
 A request with one token to compute that joins a decoding batch is scheduled with S placeholder
 drafts. The V2 runner verifies token 0 in their place, against whatever proposal the slot's last
 request left there. Where that says q(0) = 0, as a sparse proposal does, token 0 is accepted whenever
-p(0) > 0, up to S times; where it is dense the output is biased less visibly.
+p(0) > 0, up to S times; if it is dense the output is biased less visibly.
 
 So a request that takes a slot resets the slot's proposal to what those drafts are: all mass on token 0.
 

@@ -21,7 +21,7 @@ PASS_ON = """\
 
 PATCH = Patch(
     name="prefill-graph",
-    why="a prefill batch of S + 1 tokens a request would be replayed as a full decode graph",
+    why="a prefill batch of S + 1 tokens per request would be replayed as a full decode graph",
     upstream="get_uniform_decode_token_count(has_prefill) of vLLM 0.28.0",
     shipped_in="0.28.0",
     hunks=(

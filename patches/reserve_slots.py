@@ -1,4 +1,4 @@
-"""A DFlash block is the anchor and S masks: S + 1 rows a request, one of them scheduled already.
+"""A DFlash block is the anchor and S masks: S + 1 rows per request, one of them scheduled already.
 
 0.27.1 reserves S - 1 further rows, which is right for drafters without an anchor row. A full batch of
 a DFlash1 drafter, which writes into buffers of max_num_batched_tokens rows, then overruns them. DFlash2

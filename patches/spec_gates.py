@@ -2,8 +2,8 @@
 
 In a batch with a prefill as well, `_forward_core` gathers q, k and v of the rows being verified and
 takes the gates a and b from the top of the batch. That is right as long as all verified rows lead
-it. They do not where a request with fewer than S + 1 rows (near max_model_len) follows one with a
-single row, or where a prefill chunk of S + 1 tokens comes first: then a request's state decays and
+it. They do not if a request with fewer than S + 1 rows (near max_model_len) follows one with a
+single row, or if a prefill chunk of S + 1 tokens comes first: then a request's state decays and
 is written by another request's gates, and its text is wrong from there on.
 """
 

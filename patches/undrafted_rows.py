@@ -1,6 +1,6 @@
 """A request without drafts still has to start from the state that its last step accepted.
 
-Verifying leaves one Mamba state a row and a count of how many rows were accepted; only the path for
+Verifying leaves one Mamba state per row and a count of how many rows were accepted; only the path for
 verified rows looks at the count. A request that is given no drafts (the last token before
 max_model_len, a grammar that allows none) took the other path and went on from the state of the
 first row: everything that was accepted after it had not happened.

@@ -11,7 +11,7 @@ SCOPE = "VllmConfig.__post_init__"
 
 PATCH = Patch(
     name="v1-runner-refused",
-    why="VLLM_USE_V2_MODEL_RUNNER=0 served DFlash2 without its selector and without a word",
+    why="VLLM_USE_V2_MODEL_RUNNER=0 silently served DFlash2 without its selector",
     upstream="the features the V1 runner lacks, VllmConfig of vLLM 0.29.0",
     shipped_in="0.29.0",
     hunks=(

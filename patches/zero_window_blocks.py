@@ -1,4 +1,4 @@
-"""New blocks of a sliding-window group are zeroed too where the pool is shared with Mamba layers.
+"""New blocks of a sliding-window group are zeroed too if the pool is shared with Mamba layers.
 
 The pool hands the same bytes to a Mamba state in one request and to a draft's sliding-window K/V in
 the next. Attention multiplies masked values by zero, and 0 * NaN is NaN, so old state bytes that

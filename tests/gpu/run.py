@@ -201,7 +201,7 @@ def acceptance_row(name: str, phase: dict) -> Row:
     value = phase["acceptance"]
     if value is None:
         return Row(name, "nothing was drafted", False)
-    result = f"{value:.4f} tokens a step, {value / ACCEPTANCE - 1:+.1%} ({phase['drafts']:.0f} drafts)"
+    result = f"{value:.4f} tokens per step, {value / ACCEPTANCE - 1:+.1%} ({phase['drafts']:.0f} drafts)"
     return Row(name, result, 0.97 * ACCEPTANCE <= value <= 1.03 * ACCEPTANCE_FLOAT32)
 
 
@@ -250,7 +250,7 @@ def hybrid_rows(name: str, plain: dict, facts: dict) -> list[Row]:
         rows.append(text_row(f"{label}: greedy text", own, done["texts"], True))
         rows.append(Row(f"{label}: rows of q with NaN", str(done["nan_rows"]), done["nan_rows"] == 0))
     accepted = facts["hybrid_accepted"]["acceptance"]
-    rows.append(Row(f"{name}: accepted drafts", f"{accepted:.2f} tokens a step", accepted > 2))
+    rows.append(Row(f"{name}: accepted drafts", f"{accepted:.2f} tokens per step", accepted > 2))
     return rows
 
 
@@ -263,7 +263,7 @@ def beam_rows(label: str, qwen3: dict, beam: dict, graphs: bool) -> list[Row]:
         text_row(f"{label}: greedy text as the Qwen3 class's", one, other["texts"], False),
         Row(
             f"{label}: acceptance",
-            f"{other['acceptance']:.4f} tokens a step, {off:+.2%} of the Qwen3 class's",
+            f"{other['acceptance']:.4f} tokens per step, {off:+.2%} of the Qwen3 class's",
             abs(off) <= 0.01,
         ),
         Row(
@@ -412,7 +412,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for engine.json and what each engine did")
     parser.add_argument("--tiny", default=str(REPO / "demo" / "tiny"), help="folder of the tiny pair")
-    parser.add_argument("--samples", type=int, default=20_000, help="samples a temperature and engine")
+    parser.add_argument("--samples", type=int, default=20_000, help="samples per temperature and engine")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long 64 requests are kept in flight")
     parser.add_argument("--tokens", type=int, default=64, help="length of greedy texts")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which whatever still runs is ended")

@@ -23,7 +23,8 @@ def shard_heads(case):
         indices = VocabParallelEmbedding._get_indices(padded, padded, case.vocab, case.vocab, rank, case.tp)
         own = logits[:, indices.org_vocab_start_index : indices.org_vocab_end_index]
         padding = torch.full((len(logits), padded // case.tp - own.shape[1]), 99.0, dtype=logits.dtype)
-        method = SimpleNamespace(apply=lambda head, hidden, bias=None, x=torch.cat([own, padding], 1): x.clone())
+        padded = torch.cat([own, padding], 1)
+        method = SimpleNamespace(apply=lambda head, hidden, bias=None, padded=padded: padded.clone())
         yield SimpleNamespace(tp_size=case.tp, shard_indices=indices, quant_method=method)
 
 

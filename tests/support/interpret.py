@@ -1,7 +1,7 @@
 """A test aid: lets vLLM 0.27.1's GPU code paths run on a CPU, through Triton's interpreter.
 
 Import it before vLLM. It is for looking and testing, not for serving: a draft and its verification
-take about 0.1 s a request. On a CPU vLLM switches Triton off, and the V2 model runner, the DFlash2
+take about 0.1 s per request. On a CPU vLLM switches Triton off, and the V2 model runner, the DFlash2
 speculator and the rejection sampler, which are all Triton, cannot run without it.
 
 It reaches into private parts of one Triton release and refuses any other.

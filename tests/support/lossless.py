@@ -32,7 +32,7 @@ from tests.support.transcription import DRAFT_NOISE_OFFSET
 V = 16
 RANK = 4
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0, 1.4)
-ENOUGH = 4  # tokens a request emits before it leaves; fewer rounds cannot see noise that is used again
+ENOUGH = 4  # tokens that a request emits before it leaves; fewer rounds cannot see noise that is used again
 
 # Words of two and three tokens, frequent in a world as flat as this one, and one of a single token.
 BAD_WORDS = [[7], *([token, (5 * token + 4) % V] for token in range(0, V, 2)), [1, 1, 1], [3, 5, 9], [5, 9, 3]]

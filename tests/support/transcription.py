@@ -38,7 +38,7 @@ def gumbel(seed, pos, keys):
 
 
 def walk(ids, unary, hidden, predecessor, successor, anchors, seeds, positions, temperature):
-    """The walk of one block a request. Returns (tokens [n, S], scores [n, S, K]).
+    """The walk of one block per request. Returns (tokens [n, S], scores [n, S, K]).
 
     ids, unary [n, S, K]; hidden [n, S, rank]; codebooks [V, rank]; positions [n, S] of the drafted
     tokens; scores are divided by T where T is not 0.

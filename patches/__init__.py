@@ -39,6 +39,7 @@ from patches import (
     spec_gates,
     speculative_keys,
     speculators_format,
+    stop_string_tokens,
     subclass_seams,
     thinking_budget,
     token_budget,
@@ -94,6 +95,7 @@ PATCHES = (
     sparse_proposal.PATCH,
     logprob_token_ids.PATCH,
     thinking_budget.PATCH,
+    stop_string_tokens.PATCH,
 )
 
 # Source, below this repo -> destination, below site-packages. A folder stands for the modules in it.

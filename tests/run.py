@@ -13,7 +13,7 @@ Each folder is a group. One process of pytest runs a group, several at a time; s
               is run again on an unpatched copy, where each test so marked must fail by an assertion (another
               exception must be named: `needs_patch("its name", raises=TypeError)`). Only those run there, so import
               what 0.27.1 does not have inside tests and fixtures, not at the top of a file that has such marks.
-    engine    starts whole engines, in processes of their own
+    engine    starts whole engines in a patched vLLM, likewise
     gpu       what the checks on a GPU conclude from what they see, without one
 """
 

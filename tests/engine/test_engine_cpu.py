@@ -1,10 +1,10 @@
-"""The patched V2 runner, end to end on a CPU, against the float32 reference.
+"""The patched V2 runner, end to end on a CPU, against the float32 reference: every draft is written down."""
 
-Each engine runs in a process of its own, through Triton's interpreter, and writes down every draft.
-"""
-
+import contextlib
+import io
 import itertools
 import json
+import logging
 import math
 import shutil
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.support import reference
-from tests.support.answers import last_line
 from tests.support.pair import write_pair
+from tests.support.serve import engine, generate, tokens
 from tests.support.trees import REPO, TINY
 
+pytestmark = pytest.mark.engine
+
 ENGINE = REPO / "tests/support/engine.py"
-SERVE = REPO / "tests/engine/runtime_serve.py"
 PROMPTS = json.loads((TINY / "prompts.json").read_text())["prompts"]
 STEPS = 7
 
@@ -70,18 +71,6 @@ TWO_RANKS = {
 
 
 @pytest.fixture(scope="module")
-def run_engine(run_patched, tmp_path_factory):
-    """run_engine(target=..., runs=..., ..., env={}) -> what tests/support/engine.py wrote down, and its log."""
-
-    def run(env=None, **job):
-        out = tmp_path_factory.mktemp("engine") / "out.pt"
-        done = run_patched(ENGINE, json.dumps(job, default=str), out, env=env)
-        return torch.load(out), done.stdout + done.stderr
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def float32_tiny(run_engine):
     return run_engine(
         target=TINY / "target",
@@ -90,7 +79,7 @@ def float32_tiny(run_engine):
         runs=[{"temperature": 0, "max_tokens": 24}, {"temperature": 0.6, "max_tokens": 16, "seed": 7}],
         speculative={"num_speculative_tokens": STEPS, "draft_sample_method": "probabilistic"},
         break_tensors=True,
-    )[0]
+    )
 
 
 @pytest.fixture(scope="module", params=OTHER_SHAPES)
@@ -100,14 +89,27 @@ def other_shape(request, run_engine, tmp_path_factory):
     write_pair(folder, **OTHER_SHAPES[request.param])
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 148, (n,), generator=generator).tolist() for n in (5, 20, 33)]
-    out, log = run_engine(
-        target=folder / "target",
-        draft=folder / "draft",
-        prompts=prompts,
-        runs=[{"temperature": 0, "max_tokens": 5}],
-        speculative={"num_speculative_tokens": OTHER_STEPS},
-    )
-    return folder, prompts, out, log, OTHER_SHAPES[request.param]
+    with logged() as log:
+        out = run_engine(
+            target=folder / "target",
+            draft=folder / "draft",
+            prompts=prompts,
+            runs=[{"temperature": 0, "max_tokens": 5}],
+            speculative={"num_speculative_tokens": OTHER_STEPS},
+        )
+    return folder, prompts, out, log.getvalue(), OTHER_SHAPES[request.param]
+
+
+@contextlib.contextmanager
+def logged():
+    """What vLLM logs meanwhile."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        yield stream
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
 
 
 @torch.no_grad()
@@ -216,8 +218,8 @@ def test_bfloat16_text_is_the_same_with_and_without_the_drafter(run_engine):
     """All 16 prompts x 64 tokens: over fewer, acceptance is noisy, as bfloat16 and float32 part at near-ties."""
     runs = [{"temperature": 0, "max_tokens": 64}]
     job = {"target": TINY / "target", "prompts": PROMPTS, "runs": runs, "dtype": "bfloat16"}
-    plain = run_engine(**job)[0]["runs"][0]
-    drafted = run_engine(**job, draft=TINY / "draft")[0]["runs"][0]
+    plain = run_engine(**job)["runs"][0]
+    drafted = run_engine(**job, draft=TINY / "draft")["runs"][0]
     assert drafted["texts"] == plain["texts"]
     _, counts = reference_counts(PROMPTS, 64)
     ours = acceptance_length(drafted["num_accepted"], drafted["num_drafts"])
@@ -225,16 +227,17 @@ def test_bfloat16_text_is_the_same_with_and_without_the_drafter(run_engine):
 
 
 @pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 256 * 2**20, reason="ranks talk through 240 MiB of /dev/shm")
-def test_two_ranks_draft_what_one_does(run_engine):
+def test_two_ranks_draft_what_one_does(run_patched, tmp_path):
     """Wrong drafts leave the text right, so only acceptance shows that ranks merge their candidates wrongly."""
-    run = run_engine(
-        env=TWO_RANKS,
-        target=TINY / "target",
-        draft=TINY / "draft",
-        prompts=PROMPTS[:4],
-        runs=[{"temperature": 0, "max_tokens": 24}],
-        tensor_parallel_size=2,
-    )[0]["runs"][0]
+    job = {
+        "target": str(TINY / "target"),
+        "draft": str(TINY / "draft"),
+        "prompts": PROMPTS[:4],
+        "runs": [{"temperature": 0, "max_tokens": 24}],
+        "tensor_parallel_size": 2,
+    }
+    run_patched(ENGINE, json.dumps(job), tmp_path / "out.pt", env=TWO_RANKS)
+    run = torch.load(tmp_path / "out.pt")["runs"][0]
     texts, counts = reference_counts(PROMPTS[:4], 24)
     assert run["texts"] == texts
     # Ranks add up in another order: a near-tie may be drafted differently. 1.24 was the fault, 3.4 is right.
@@ -242,25 +245,24 @@ def test_two_ranks_draft_what_one_does(run_engine):
     assert ours == pytest.approx(acceptance_length(sum(counts), len(counts)), rel=0.1)
 
 
-def test_uninitialised_memory_reaches_no_token(run_patched, tmp_path):
+@pytest.fixture
+def uninitialised_is_nan():
+    """Every torch.empty is all NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(4).isnan().all()
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+def test_uninitialised_memory_reaches_no_token(run_engine, uninitialised_is_nan):
     """The profiling run works on torch.empty; here that is all NaN, which decides no start and no text."""
-    code = f"""
-import torch
-torch.use_deterministic_algorithms(True, warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = True
-assert torch.empty(4).isnan().all()
-import runpy
-runpy.run_path({str(ENGINE)!r}, run_name="__main__")
-"""
-    job = {
-        "target": str(TINY / "target"),
-        "draft": str(TINY / "draft"),
-        "prompts": PROMPTS[:1],
-        "runs": [{"temperature": 0, "max_tokens": 16}],
-    }
-    run_patched(code, json.dumps(job), tmp_path / "out.pt", interpret=True)
+    runs = [{"temperature": 0, "max_tokens": 16}]
+    found = run_engine(target=TINY / "target", draft=TINY / "draft", prompts=PROMPTS[:1], runs=runs)
     texts, _ = reference_counts(PROMPTS[:1], 16)
-    assert torch.load(tmp_path / "out.pt")["runs"][0]["texts"] == texts
+    assert found["runs"][0]["texts"] == texts
 
 
 def test_a_checkpoint_must_hold_exactly_its_tensors(float32_tiny):
@@ -272,8 +274,7 @@ def test_a_checkpoint_must_hold_exactly_its_tensors(float32_tiny):
         assert error and label.split(" ")[1] in error, f"{label}: {error}"
 
 
-def test_dummy_weights_start_and_serve(run_patched):
-    cases = [{"steps": STEPS, "lengths": [5], "engine": {"load_format": "dummy"}}]
-    done = run_patched(SERVE, json.dumps(cases), interpret=True, env={"VLLM_LOGGING_LEVEL": "ERROR"})
-    (answer,) = last_line(done.stdout)
-    assert [len(text) for text in answer["served"]] == [64 - 5]
+def test_dummy_weights_start_and_serve():
+    with engine(load_format="dummy") as llm:
+        (answer,) = generate(llm, [5])
+    assert len(tokens(answer)) == 64 - 5

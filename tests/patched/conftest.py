@@ -4,18 +4,13 @@ tests/run.py puts it first on PYTHONPATH. Without a GPU its GPU code runs on the
 With --unpatched only what is marked needs_patch runs, and each must fail.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
-from _patchlib import STATE_DIR
 from patches import PATCHES
-
-
-def is_patched():
-    return (Path(importlib.util.find_spec("vllm").origin).parent.parent / STATE_DIR).exists()
+from tests.support.trees import is_patched
 
 
 def pytest_configure(config):

@@ -14,7 +14,7 @@ import torch
 from vllm.config import CUDAGraphMode, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.patched.runtime_probes import TINY, refusal
+from tests.support.configs import TINY, refusal
 
 DRAFT = {"method": "dflash", "model": str(TINY / "draft"), "num_speculative_tokens": 7}
 

@@ -1,10 +1,13 @@
 """A drafter's configuration: every form of it that is read, and every key that is refused before weights load."""
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+
+from tests.support.drafter_configs import outcome
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
@@ -212,7 +215,7 @@ def test_speculators_format_refused_by_key_and_value(dflash2, name):
     assert says in str(caught.value)
 
 
-# vLLM itself, from its arguments to its configuration; drafter_configs.py describes a case's keys.
+# vLLM itself, from its arguments to its configuration; support/drafter_configs.py describes a case's keys.
 SERVED = {
     "a checkpoint is enough": {"draft": str(TINY / "draft")},
     "a path like EAGLE's": {"named": "eagle-3-eagle3-dspark"},
@@ -306,21 +309,16 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(run_patched, tmp_path_factory):
-    """{case: what vLLM made of it, or why it refused}."""
-    refused = {name: case for name, (case, _) in OUTCOMES.items()}
-    defaults = {"draft": published(), "target": str(TINY / "target")}
-    cases = {name: defaults | case for name, case in (SERVED | refused | OTHERS).items()}
-    folder = tmp_path_factory.mktemp("configs")
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_patched(HERE / "drafter_configs.py", folder / "cases.json", folder / "out.json", interpret=True)
-    return json.loads((folder / "out.json").read_text())
+@functools.cache
+def outcome_of(name):
+    """What vLLM made of the case of that name, or why it refused."""
+    case = {**SERVED, **{refused: case for refused, (case, _) in OUTCOMES.items()}, **OTHERS}[name]
+    return outcome({"draft": published(), "target": str(TINY / "target"), **case})
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_served_from_the_checkpoint_alone(outcomes, dflash2, name):
-    found = outcomes[name]
+def test_served_from_the_checkpoint_alone(dflash2, name):
+    found = outcome_of(name)
     assert "refused" not in found, found
     assert (found["method"], found["steps"], found["v2"]) == ("dflash", 7, True)
     assert found["target"] == str(TINY / "target")
@@ -331,26 +329,26 @@ def test_served_from_the_checkpoint_alone(outcomes, dflash2, name):
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_refused_before_anything_loads(outcomes, name):
+def test_refused_before_anything_loads(name):
     says = OUTCOMES[name][1]
-    assert says in outcomes[name].get("refused", "served"), outcomes[name]
+    assert says in outcome_of(name).get("refused", "served"), outcome_of(name)
 
 
 @pytest.mark.parametrize("name, block", [("wrong S", 8), ("wrong S, block_size at the top level", 16)])
-def test_steps_that_the_drafter_was_not_trained_for_warn_once(outcomes, name, block):
-    assert outcomes[name]["steps"] == OTHERS[name]["spec"]["num_speculative_tokens"]
-    assert outcomes[name]["log"].count(f"trained with block_size {block} ({block - 1} draft tokens)") == 1
-    assert "trained with" not in outcomes["right S"]["log"]
+def test_steps_that_the_drafter_was_not_trained_for_warn_once(name, block):
+    assert outcome_of(name)["steps"] == OTHERS[name]["spec"]["num_speculative_tokens"]
+    assert outcome_of(name)["log"].count(f"trained with block_size {block} ({block - 1} draft tokens)") == 1
+    assert "trained with" not in outcome_of("right S")["log"]
 
 
-def test_rocm_drafts_a_window_with_triton(outcomes):
-    assert outcomes["ROCm"]["backend"] == "TRITON_ATTN"
-    assert outcomes["ROCm, full attention"]["backend"] is None
-    assert outcomes["a checkpoint is enough"]["backend"] is None
+def test_rocm_drafts_a_window_with_triton():
+    assert outcome_of("ROCm")["backend"] == "TRITON_ATTN"
+    assert outcome_of("ROCm, full attention")["backend"] is None
+    assert outcome_of("a checkpoint is enough")["backend"] is None
 
 
-def test_the_flagships_published_pair(outcomes):
-    found = outcomes["flagship"]
+def test_the_flagships_published_pair():
+    found = outcome_of("flagship")
     assert (found["method"], found["steps"], found["v2"]) == ("dflash", 7, True), found
     assert found["hf_config"] == {
         "dflash_config": QWEN38["dflash_config"],
@@ -362,5 +360,5 @@ def test_the_flagships_published_pair(outcomes):
     }
 
 
-def test_a_plain_draft_model_is_served_as_ever(outcomes):
-    assert outcomes["a plain draft model"]["method"] == "draft_model"
+def test_a_plain_draft_model_is_served_as_ever():
+    assert outcome_of("a plain draft model")["method"] == "draft_model"

@@ -4,8 +4,7 @@ The NumPy transcription does the counting on a CPU. What ties it to the product:
 small mixed batch, through both, gives the same drafts, the same cached proposals and the same tokens.
 """
 
-import sys
-from pathlib import Path
+import copy
 
 import numpy as np
 import pytest
@@ -14,24 +13,19 @@ import torch
 from tests.support import lossless, transcription
 from tests.support.lossless import CASES, FAULTS, Case
 
-HERE = Path(__file__).resolve().parent
-
 # Fewer samples than a GPU's 400,000, so a wrong design whose trace is faint there is left to it.
 FAINT = {Case("block", 3, fault="position-keyed noise")}
 
-BOTH = """
-import copy
-import torch
-from tests.support import lossless
-from tests.support.lossless import Case, DenseKernels, Kernels, Transcribed
 
 class Both:
-    backend = Kernels
+    """The kernels, and the transcription on a copy of what they are given."""
+
+    backend = lossless.Kernels
 
     def __init__(self, world, slots):
         self.slots, self.kernels = slots, self.backend(world, slots)
         self.shadow = copy.deepcopy(slots)
-        self.transcribed = Transcribed(world, self.shadow)
+        self.transcribed = lossless.Transcribed(world, self.shadow)
 
     def draft(self, live):
         vars(self.shadow).update(copy.deepcopy(vars(self.slots)))
@@ -52,24 +46,33 @@ class Both:
         assert torch.equal(sampled[kept], shadow_sampled[kept]), "the verifiers emit differently"
         return sampled, number
 
-import vllm.v1.worker.cpu.shm  # the CPU's stand-ins for pinned memory
-from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.worker.gpu.sample import states
-# The interpreter cannot run the Triton one, which takes its row from a loop's variable.
-states.apply_top_k_top_p = topk_topp_sampler.apply_top_k_top_p_pytorch
 
-for case in (Case("standard", 3), Case("block", 3), Case("block", 2, 5)):
-    lossless.first_tokens(case, 15, Both, 10)
-Both.backend = DenseKernels
-lossless.first_tokens(Case("block", 3), 15, Both, 10)
-for case in (Case("standard", 3, parameters=True), *lossless.FAULTS[-2:]):
-    lossless.first_tokens(case, 20 if not case.fault else 5, Both, 20)
-print("same")
-"""
+@pytest.fixture
+def interpretable(monkeypatch):
+    """The interpreter cannot run Triton's top-k and top-p, which takes its row from a loop's variable."""
+    import vllm.v1.worker.cpu.shm  # noqa: F401  the CPU's stand-ins for pinned memory
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu.sample import states
+
+    monkeypatch.setattr(states, "apply_top_k_top_p", topk_topp_sampler.apply_top_k_top_p_pytorch)
 
 
-def test_transcription_gives_what_the_kernels_give(run_patched):
-    assert run_patched(BOTH, interpret=True).stdout.endswith("same\n")
+@pytest.mark.parametrize(
+    "case, samples, width",
+    [
+        *((case, 15, 10) for case in (Case("standard", 3), Case("block", 3), Case("block", 2, 5))),
+        (Case("standard", 3, parameters=True), 20, 20),
+        *((case, 5, 20) for case in FAULTS[-2:]),
+    ],
+    ids=str,
+)
+def test_transcription_gives_what_the_kernels_give(interpretable, case, samples, width):
+    lossless.first_tokens(case, samples, Both, width)
+
+
+def test_the_dense_form_gives_what_the_kernels_give(monkeypatch):
+    monkeypatch.setattr(Both, "backend", lossless.DenseKernels)
+    lossless.first_tokens(Case("block", 3), 15, Both, 10)
 
 
 def test_philox_is_the_published_one():
@@ -111,7 +114,8 @@ def test_rare_cells_are_pooled():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(run_patched, tmp_path):
-    done = run_patched(HERE / "lossless.py", "--gpu", "--out", tmp_path, timeout=1800, expect=None)
-    sys.stdout.write(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("case", CASES + FAULTS, ids=lambda case: case.name)
+def test_on_a_gpu(case):
+    """The kernels themselves, with enough samples for every fault."""
+    result = lossless.run(case, 400_000, lossless.Kernels, 65536, "cuda")
+    assert lossless.verdict(case, result), result

@@ -1,18 +1,16 @@
 """Verification from a sparse proposal emits what vLLM's own dense form emits, token for token."""
 
 import pytest
-
-CODE = """
 import torch
-from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
-torch.manual_seed(0)
 SLOTS, REQUESTS = 8, 6
 
 
 def batch(steps, k, vocab, placeholders):
-    "Requests with any number of drafts in any slot, greedy ones among them; targets that often agree."
+    """Requests with any number of drafts in any slot, greedy ones among them; targets that often agree."""
+    from vllm.v1.worker.gpu.spec_decode.dflash2.rejection import SparseProposal
+
+    torch.manual_seed(0)
     proposal = SparseProposal(
         torch.stack([torch.randperm(vocab)[:k] for _ in range(SLOTS * steps)]).view(SLOTS, steps, k),
         torch.randn(SLOTS, steps, k),
@@ -49,36 +47,44 @@ def batch(steps, k, vocab, placeholders):
     return target, proposal, arguments
 
 
-def compare(case, target, proposal, arguments, rates=None, **options):
+def compare(target, proposal, arguments, rates=None, **options):
+    """How many drafts both forms accept."""
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
     dense = torch.full((*proposal.ids.shape[:2], proposal.vocab_size), -torch.inf)
     dense.scatter_reduce_(2, proposal.ids, proposal.scores, "amax")
     wanted, number = rejection_sample(target, dense, *arguments, rates, **options)
     got, got_number = proposal.rejection_sample(target, proposal, *arguments, rates, **options)
     kept = torch.arange(wanted.shape[1]) < number[:, None]
-    assert torch.equal(number, got_number), (case, number, got_number)
-    assert torch.equal(wanted[kept], got[kept]), (case, wanted, got)
+    assert torch.equal(number, got_number)
+    assert torch.equal(wanted[kept], got[kept])
     return int(number.sum()) - REQUESTS
 
 
-accepted = {}
-for block in (False, True):
-    for steps, k, vocab in ((1, 4, 50), (3, 5, 1500), (7, 16, 9000), (15, 16, 320)):
-        for placeholders in (False, True):
-            case = (block, steps, k, vocab, placeholders)
-            given = batch(steps, k, vocab, placeholders)
-            accepted[case] = compare(case, *given, use_block_verification=block)
-target, proposal, arguments = batch(7, 16, 320, False)
-compare("float64 noise", target, proposal, arguments, use_fp64=True)
-compare("synthetic", target, proposal, arguments, rates=torch.linspace(0.9, 0.2, 7))
-compare("padded vocabulary", torch.nn.functional.pad(target, (0, 40), value=-torch.inf), proposal, arguments)
-compare("bfloat16", target.bfloat16(), proposal, arguments)
-target[3], target[4, 5] = torch.nan, torch.nan
-compare("NaN", target, proposal, arguments)
-assert sum(accepted.values()) > 40, accepted
-print("same")
-"""
+@pytest.mark.parametrize("placeholders", [False, True])
+@pytest.mark.parametrize("steps, k, vocab", [(1, 4, 50), (3, 5, 1500), (7, 16, 9000), (15, 16, 320)])
+@pytest.mark.parametrize("block", [False, True])
+def test_sparse_verification_emits_what_the_dense_one_does(block, steps, k, vocab, placeholders):
+    accepted = compare(*batch(steps, k, vocab, placeholders), use_block_verification=block)
+    assert accepted or steps == 1 or placeholders, "nothing was accepted: this case shows little"
 
 
-@pytest.mark.slow
-def test_sparse_verification_emits_what_the_dense_one_does(run_patched):
-    assert run_patched(CODE, interpret=True, timeout=900).stdout.endswith("same\n")
+OPTIONS = {
+    "float64 noise": {"use_fp64": True},
+    "synthetic": {"rates": torch.linspace(0.9, 0.2, 7)},
+    "padded vocabulary": {},
+    "bfloat16": {},
+    "NaN": {},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_sparse_verification_with(case):
+    target, proposal, arguments = batch(7, 16, 320, False)
+    if case == "padded vocabulary":
+        target = torch.nn.functional.pad(target, (0, 40), value=-torch.inf)
+    if case == "bfloat16":
+        target = target.bfloat16()
+    if case == "NaN":
+        target[3], target[4, 5] = torch.nan, torch.nan
+    compare(target, proposal, arguments, **OPTIONS[case])

@@ -5,12 +5,14 @@
 Where no GPU is to be seen, Triton's interpreter stands in for one (interpret.py).
 """
 
+import contextlib
 import inspect
 import json
 import os
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from tests.support.settings import ENGINE_ENVIRONMENT
 
@@ -73,8 +75,9 @@ def cached(proposal, slot):
     return proposal.ids[slot].to("cpu", copy=True), proposal.scores[slot].to("cpu", copy=True)
 
 
-def record_drafts():
-    """Makes the speculator's walk append what it got and what it did to the list that is returned."""
+@contextlib.contextmanager
+def recorded_drafts():
+    """The list to which the speculator's walk appends what it got and what it did."""
     from vllm.v1.worker.gpu.spec_decode.dflash2 import speculator
 
     drafts, walk = [], speculator.walk
@@ -100,8 +103,8 @@ def record_drafts():
                 }
             )
 
-    speculator.walk = recorded
-    return drafts
+    with patch.object(speculator, "walk", recorded):
+        yield drafts
 
 
 def counters(llm):
@@ -113,10 +116,11 @@ def counters(llm):
     }
 
 
-def record_load_errors():
-    """Makes the drafter's loading first try each tensor deleted, each misshapen, and one too many.
+@contextlib.contextmanager
+def load_errors():
+    """What the drafter's loading says to each tensor deleted, each misshapen, and one too many; None if it loads.
 
-    What it says to each (None where it loads) is in the dict that is returned.
+    Each is tried before it loads what it is given; the dict is filled then.
     """
     from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 
@@ -136,30 +140,34 @@ def record_load_errors():
             errors[f"misshapen {name}"] = attempt(model, weights | {name: w[:-1]})
         return load(model, weights.items())
 
-    DFlash2Qwen3ForCausalLM.load_weights = break_then_load
-    return errors
+    with patch.object(DFlash2Qwen3ForCausalLM, "load_weights", break_then_load):
+        yield errors
 
 
-def main(job, out):
-    errors = record_load_errors() if job.break_tensors else {}
-    llm, results = start(job), []
-    drafts = record_drafts() if job.draft else []
-    for run in job.runs:
-        before = counters(llm)
-        params = SamplingParams(ignore_eos=True, detokenize=False, **run)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in job.prompts], params, use_tqdm=False)
-        after = counters(llm)
-        results.append(
-            {
-                "texts": [list(o.outputs[0].token_ids) for o in outputs],
-                "drafts": drafts[:],
-                "num_drafts": after.get("drafts", 0) - before.get("drafts", 0),
-                "num_accepted": after.get("accepted_tokens", 0) - before.get("accepted_tokens", 0),
-            }
-        )
-        drafts.clear()
-    torch.save({"runs": results, "load_errors": errors}, out)
+def run(job):
+    """Starts the engine, does the runs, ends it. Returns {"runs": one per run, "load_errors": see there}."""
+    results = []
+    with contextlib.ExitStack() as stack:
+        errors = stack.enter_context(load_errors()) if job.break_tensors else {}
+        drafts = stack.enter_context(recorded_drafts()) if job.draft else []
+        llm = start(job)
+        drafts.clear()  # of the profiling run
+        for given in job.runs:
+            before = counters(llm)
+            params = SamplingParams(ignore_eos=True, detokenize=False, **given)
+            outputs = llm.generate([{"prompt_token_ids": p} for p in job.prompts], params, use_tqdm=False)
+            after = counters(llm)
+            results.append(
+                {
+                    "texts": [list(o.outputs[0].token_ids) for o in outputs],
+                    "drafts": drafts[:],
+                    "num_drafts": after.get("drafts", 0) - before.get("drafts", 0),
+                    "num_accepted": after.get("accepted_tokens", 0) - before.get("accepted_tokens", 0),
+                }
+            )
+            drafts.clear()
+    return {"runs": results, "load_errors": errors}
 
 
 if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])), sys.argv[2])
+    torch.save(run(Job(**json.loads(sys.argv[1]))), sys.argv[2])

@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
 # The longest first.
 JOBS = (
-    Job("engine", "engine"),
+    Job("engine", "engine", "patched"),
     Job("patched", "patched", "patched"),
     Job("tool", "tool"),
     Job("unpatched", "patched", "pristine", ("--unpatched", "-rfE")),

@@ -7,6 +7,7 @@ it, the copy is reverted and checked against the hashes that the wheel brought.
 import base64
 import hashlib
 import importlib.metadata as metadata
+import importlib.util
 import os
 import shutil
 import signal
@@ -46,6 +47,11 @@ def copy_tree(site, destination):
             folder, destination / folder.name, copy_function=copy_file, ignore=shutil.ignore_patterns("__pycache__")
         )
     return destination
+
+
+def is_patched():
+    """Whether the vLLM that this process would import, or has, is patched."""
+    return (Path(importlib.util.find_spec("vllm").origin).parent.parent / STATE_DIR).exists()
 
 
 def venv_around(tree):

@@ -1,6 +1,6 @@
 """What vLLM makes of a drafter's configuration, from the command line's arguments to its VllmConfig; no weights.
 
-drafter_configs.py CASES OUT    both JSON; CASES maps a name to an object whose keys may be
+A case is a dict whose keys may be
     draft      the folder of a drafter, or a config.json's content
     files      further files beside that config.json: name -> content
     named      the name of the drafter's folder
@@ -8,7 +8,6 @@ drafter_configs.py CASES OUT    both JSON; CASES maps a name to an object whose 
     spec       further keys of speculative_config
     engine     further arguments of EngineArgs
     rocm       pretend that the platform is ROCm
-OUT maps it to what was made of it, or to {"refused": the error's text}, beside {"log": what was logged}.
 """
 
 import contextlib
@@ -16,13 +15,9 @@ import io
 import json
 import logging
 import os
-import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
-
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 
 
 def write_drafter(folder, case):
@@ -33,7 +28,10 @@ def write_drafter(folder, case):
     return str(place)
 
 
-def outcome(case):
+def tried(case):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         drafter = case["draft"] if isinstance(case["draft"], str) else write_drafter(folder, case)
         if case.get("relative"):
@@ -72,17 +70,12 @@ def described(config):
     }
 
 
-def main(cases, out):
-    results = {}
-    for name, case in cases.items():
-        log = io.StringIO()
-        handler = logging.StreamHandler(log)
-        logging.getLogger("vllm").addHandler(handler)
-        results[name] = outcome(case)
+def outcome(case):
+    """What was made of the case, or {"refused": the error's text}, beside {"log": what was logged}."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        return {**tried(case), "log": log.getvalue()}
+    finally:
         logging.getLogger("vllm").removeHandler(handler)
-        results[name]["log"] = log.getvalue()
-    Path(out).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])

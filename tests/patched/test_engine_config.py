@@ -5,7 +5,6 @@ import pytest
 from tests.support.configs import drafter, engine_config
 
 
-@pytest.mark.needs_patch("draft-rope-length")
 @pytest.mark.parametrize("own, rows", [(128, 256), (256, 256), (4096, 4096)])
 def test_rotary_cache_reaches_the_targets_length(own, rows):
     """The target has 256 positions, the drafter `own` max_position_embeddings."""
@@ -20,7 +19,6 @@ def test_rotary_cache_reaches_the_targets_length(own, rows):
     assert rope.cos_sin_cache.shape[0] == rows
 
 
-@pytest.mark.needs_patch("compile-cache-key")
 def test_compile_cache_key_has_s():
     seven, again, fifteen = (engine_config(steps).compute_hash() for steps in (7, 7, 15))
     assert seven == again != fifteen
@@ -33,7 +31,6 @@ def test_the_v2_runner_is_chosen(monkeypatch, value):
     assert engine_config().use_v2_model_runner
 
 
-@pytest.mark.needs_patch("v1-runner-refused")
 def test_v1_runner_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
@@ -47,7 +44,7 @@ def test_bfloat16_is_served():
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        pytest.param({"dtype": "float16"}, "--dtype bfloat16", marks=pytest.mark.needs_patch("float16-refused")),
+        ({"dtype": "float16"}, "--dtype bfloat16"),
         ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
     ],
     ids=["float16", "pipeline parallel"],

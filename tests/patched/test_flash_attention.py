@@ -63,13 +63,12 @@ def scheduled(builder):
     return [calls[0][key] for key in keys] if calls else None
 
 
-@pytest.mark.needs_patch("fa3-geometry")
 def test_fa3_schedules_the_draft_with_its_own_geometry():
     """A draft of 8 / 4 heads of 32 beside the tiny target's 4 / 2 heads of 64."""
     assert scheduled(draft_builder(engine_config(), None)) == [8, 4, 32, (-1, -1)]
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(64, marks=pytest.mark.needs_patch("fa3-window"))])
+@pytest.mark.parametrize("window", [None, 64])
 def test_fa3_makes_no_schedule_for_a_windowed_draft(window):
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -86,7 +85,6 @@ def test_fa3_makes_no_schedule_for_a_windowed_draft(window):
     assert (scheduled(builder) is None) is (window is not None)
 
 
-@pytest.mark.needs_patch("layer-window")
 @pytest.mark.parametrize(
     "window, causal, used",
     [

@@ -112,7 +112,6 @@ def serve(block_size=64):
     return run
 
 
-@pytest.mark.needs_patch("cached-last-block")
 @pytest.mark.parametrize("length, hit", [(100, 64), (129, 128), (200, 192), (500, 448)])
 def test_prefix_hits_of_a_hybrid_keep_their_last_block(serve, length, hit):
     """Whole blocks of 64 of a prompt but its last token; a dropped block would leave 100 tokens no hit."""

@@ -50,7 +50,6 @@ def buffers_of(steps, seqs):
     return min(map(len, by_row)), sum(b.nbytes for b in by_row + by_request), speculator.describe_buffers()
 
 
-@pytest.mark.needs_patch("token-budget")
 @every_batch
 def test_every_s_starts_with_the_targets_whole_budget(steps, seqs):
     assert budget(config_of(steps, seqs)) == plain_budget(seqs)

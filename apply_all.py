@@ -200,7 +200,7 @@ def ready_streams() -> None:
     for name in ("stdout", "stderr"):
         # Closed ones (>&-) are None, and print would send errors to the other one.
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115: it stays open
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it stays open)
         # A diff may quote text that an ASCII locale cannot print.
         getattr(sys, name).reconfigure(errors="backslashreplace")
 

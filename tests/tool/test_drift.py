@@ -18,7 +18,7 @@ import _drift
 from _patchlib import Problem
 from patches import PATCHES
 from tests.support.trees import REPO
-from tests.tool.patching import patch_set
+from tests.tool.patching import call, patch_set
 
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "init.defaultBranch=main"]
 
@@ -297,10 +297,18 @@ def test_it_reads_megabytes_and_writes_nothing(surveyed):
     assert [path for path in surveyed.written if path != os.devnull] == []
 
 
+def command(surveyed, versions, *arguments):
+    """What the command makes of these versions' results, which are not read again."""
+    with pytest.MonkeyPatch.context() as patch:
+        results = {version: surveyed.results[version] for version in versions}
+        patch.setattr(_drift, "survey_releases", lambda *_: results)
+        return call(None, "--drift", *versions, *arguments)
+
+
 @pytest.mark.network
 def test_exit_codes_over_the_index(surveyed):
     def code(*versions):
-        return _drift.exit_code({version: surveyed.results[version] for version in versions})
+        return command(surveyed, versions).code
 
     assert code(*VERSIONS) == 0
     assert code("0.33.0", "0.26.0") == 2
@@ -342,7 +350,7 @@ def test_what_is_printed(surveyed):
 
 @pytest.mark.network
 def test_json(surveyed):
-    given = json.loads(json.dumps(_drift.as_object(surveyed.results)))
+    given = command(surveyed, surveyed.results, "--json").json()
     assert list(given) == ["versions", "exit_code"] and given["exit_code"] == 3
     assert list(given["versions"]) == [*VERSIONS, "0.26.0", "9.9.9"]
     assert [given["versions"][version]["verdict"] for version in ("0.27.1", "0.33.0", "0.26.0", "9.9.9")] == [

@@ -26,7 +26,7 @@ def inputs(batch, dtype):
     rows = batch * (STEPS + 1)
     proposal = SparseProposal.empty(batch, STEPS, K, VOCAB, torch.device("cuda"))
     proposal.ids.copy_(torch.randint(0, VOCAB // K, proposal.ids.shape, device="cuda") * K)
-    proposal.ids += torch.arange(K, device="cuda")
+    proposal.ids.add_(torch.arange(K, device="cuda"))
     proposal.scores.copy_(torch.randn(proposal.scores.shape, device="cuda"))
     target = torch.randn(rows, VOCAB, device="cuda", dtype=dtype)
     drafted = proposal.ids.gather(2, torch.randint(0, K, (batch, STEPS, 1), device="cuda"))[..., 0]

@@ -378,7 +378,8 @@ def _likeness(lines: list[str], text: str) -> float:
 
 def _has_a_double(text: str, at: int, hunk: Written) -> bool:
     """Whether the line above or below our text is another copy of our first or last line."""
-    lines, ours = text.split("\n"), hunk.new.split("\n")
+    # A last line may have no end: then nothing is below it.
+    lines, ours = [*text.split("\n"), ""], hunk.new.split("\n")
     above, below = lines[at - 1] if at else "", lines[at + len(ours) - 1]
     if ours[0].strip() and above == ours[0] and not hunk.above.endswith(above + "\n"):
         return True

@@ -139,6 +139,7 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
 
     # Whether what `_build_fused_kv_buffers` copies out of the layers' weights is missing, or of earlier ones.
     fused_kv_is_stale = True
+    context_writer: ContextKVWriter | None = None  # built with them
     _fused_kv_weight: torch.Tensor
 
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = ""):
@@ -193,12 +194,13 @@ class DFlash2Qwen3Model(DFlashQwen3Model):
         """
         if self.fused_kv_is_stale:
             self._build_fused_kv_buffers()
-        if not self.context_writer.can_store(context_slot_mapping):
+        writer = self.context_writer
+        if writer is None or not writer.can_store(context_slot_mapping):
             super().precompute_and_store_context_kv(context_states, context_positions, context_slot_mapping)
             return
         states = rms_norm(context_states, self.hidden_norm)
         kv_flat = F.linear(states, self._fused_kv_weight, self._fused_kv_bias)
-        self.context_writer.store(kv_flat, context_positions, context_slot_mapping)
+        writer.store(kv_flat, context_positions, context_slot_mapping)
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """K of every layer [layers, n, kv heads, head dim], normed with its own layer's weight."""
@@ -234,6 +236,8 @@ class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
 
     # Whether the first weights are there. Until then load_weights takes whole checkpoints, and then any part of one.
     started = False
+    # Embedding and LM head that the checkpoint brought; vLLM's loader may then put the target's in their place.
+    own_modules: WeakSet[nn.Module] = WeakSet()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         draft_config = vllm_config.speculative_config.draft_model_config

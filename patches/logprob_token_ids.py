@@ -28,8 +28,8 @@ PATCH = Patch(
 """,
             new="""\
         max_num_logprobs: int,
-        expanded_idx_mapping: torch.Tensor,
-        max_per_req_token_ids: int,
+        expanded_idx_mapping: torch.Tensor | None = None,
+        max_per_req_token_ids: int = 0,
     ) -> LogprobsTensors | None:
         if max_num_logprobs == NO_LOGPROBS and max_per_req_token_ids == 0:
             return None

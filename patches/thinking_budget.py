@@ -68,6 +68,23 @@ from vllm.v1.worker.gpu.states import RequestState
         ),
         Hunk(
             SAMPLER,
+            "Sampler",
+            old="""\
+    def __init__(
+        self,
+        max_num_reqs: int,
+""",
+            new="""\
+    # For samplers with a constructor of their own: no request has a budget.
+    thinking_budget_state = ThinkingBudgetState(None, None)
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+""",
+        ),
+        Hunk(
+            SAMPLER,
             "Sampler.__init__",
             old="        use_fp64_gumbel: bool = False,\n",
             new="""\

@@ -39,11 +39,11 @@ class ThinkingBudgetState:
     reasoning_config gives both markers as token ids; without one, or without markers, nothing is ever forced.
     """
 
-    def __init__(self, req_states: RequestState, reasoning_config):
+    def __init__(self, req_states: RequestState | None, reasoning_config):
         start = reasoning_config and reasoning_config.reasoning_start_token_ids
         end = reasoning_config and reasoning_config.reasoning_end_token_ids
         self.enabled = bool(start and end)
-        if not self.enabled:
+        if not self.enabled or req_states is None:
             return
         self.req_states, self.start, self.end = req_states, start, end
         slots, device = req_states.max_num_reqs, req_states.device

@@ -102,14 +102,18 @@ def demanded(before, after):
     ]
 
 
+# Not patched, but ours sets attributes of its objects that every one of them has.
+USED_FILES = ["vllm/v1/worker/gpu/block_table.py"]
+
+
 @pytest.fixture(scope="module")
 def before(pristine):
-    return {file: (pristine / file).read_text() for file in PATCHED_FILES}
+    return {file: (pristine / file).read_text() for file in (*PATCHED_FILES, *USED_FILES)}
 
 
 @pytest.fixture(scope="module")
 def after(patched):
-    return {file: (patched / file).read_text() for file in (*PATCHED_FILES, *OURS.files)}
+    return {file: (patched / file).read_text() for file in (*PATCHED_FILES, *USED_FILES, *OURS.files)}
 
 
 def test_no_attribute_of_the_patched_tree_is_borrowed(before, after):

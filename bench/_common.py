@@ -106,7 +106,8 @@ def table(rows):
     """Dicts with the same keys as a Markdown table; floats to one decimal, ratios and acceptance to two, None as a dash."""
 
     def cell(name, value):
-        digits = 2 if name in ("ratio", "goal") or " / " in name or name.startswith("tokens per pass") else 1
+        fine = name in ("ratio", "goal") or " / " in name or name.startswith("tokens per pass")
+        digits = 2 if fine else 1
         return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
     lines = [list(rows[0])] + [[cell(*item) for item in row.items()] for row in rows]

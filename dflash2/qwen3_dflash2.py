@@ -237,7 +237,7 @@ class DFlash2Qwen3ForCausalLM(DFlashQwen3ForCausalLM):
     # Whether the first weights are there. Until then load_weights takes whole checkpoints, and then any part of one.
     started = False
     # Embedding and LM head that the checkpoint brought; vLLM's loader may then put the target's in their place.
-    own_modules: WeakSet[nn.Module] = WeakSet()
+    own_modules: WeakSet[nn.Module] | tuple[()] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         draft_config = vllm_config.speculative_config.draft_model_config

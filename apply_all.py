@@ -30,7 +30,7 @@ ENVIRONMENT, INTERRUPTED = 3, 130
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse exits with 2, which means drift here.
-        self.exit(3, f"{self.format_usage()}{self.prog}: {message}\n")
+        self.exit(ENVIRONMENT, f"{self.format_usage()}{self.prog}: {message}\n")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -39,9 +39,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="write nothing; exit with 1 if applying would")
     what.add_argument("--status", action="store_true", help="as --check, but exit with 0")
-    what.add_argument("--revert", action="store_true", help="put the original files back")
+    what.add_argument("--revert", action="store_true", help="take our lines and files out")
     what.add_argument("--drift", nargs="+", metavar="VERSION", help="judge releases that are not installed")
-    parser.add_argument("--force", action="store_true", help="with --revert: discard what others edited since")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="with --revert: even if others edited our lines or files; those edits are lost",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--tree", metavar="DIR", help="with --drift: read this checkout instead of the package index")
     source.add_argument("--git", metavar="CLONE", help="with --drift: read tags of this clone")

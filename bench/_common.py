@@ -103,7 +103,7 @@ def machine():
 
 
 def table(rows):
-    """Dicts with the same keys as a Markdown table; floats to one decimal, ratios and acceptance to two, None as a dash."""
+    """Dicts with the same keys as a Markdown table; floats to one decimal, ratios to two, None as a dash."""
 
     def cell(name, value):
         fine = name in ("ratio", "goal") or " / " in name or name.startswith("tokens per pass")

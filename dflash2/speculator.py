@@ -2,7 +2,7 @@
 """DFlash2 speculator: one drafter pass, K candidates per step, and a walk that picks one path.
 
 Losslessness at temperature T rests on three things. The walk sees to two: what is cached as q is the
-distribution the token was drawn from, scores / T over the K candidates and -inf elsewhere; and the
+distribution the token was drawn from, scores / T over the K candidates and 0 for every other token; and the
 draft's noise is a stream of its own, away from the noise that verification uses for the same position.
 The third, that no round draws the noise of another again, is in the seeds the input kernel hands over.
 """

@@ -11,7 +11,7 @@ FILE = "vllm/v1/worker/gpu/sample/bad_words.py"
 
 PATCH = Patch(
     name="bad-words",
-    why="a bad word of several tokens was emitted where it lay within one verified block",
+    why="a bad word of several tokens was emitted if it lay within one verified block",
     upstream="_bad_words_kernel of vLLM 0.28.0",
     shipped_in="0.28.0",
     hunks=(

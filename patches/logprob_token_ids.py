@@ -2,7 +2,7 @@
 
 A request may name the tokens whose logprobs it wants. The sampler knows; the rejection sampler does not
 ask: such a request gets logprobs for its first token and none for any that was verified, or the top ones
-where another request of the batch wants those.
+if another request of the batch wants those.
 """
 
 from _patchlib import Hunk, Patch

@@ -9,7 +9,7 @@ So a request that takes a slot resets the slot's proposal to what those drafts a
 
 `reset_slot(req_idx)` is called once for each request that takes a slot, eagerly and before the step
 that first uses it. A speculator that caches more about its proposal than `draft_logits` (DFlash2: the
-candidate ids it has to clear next time) overrides it and resets that too.
+candidates and their scores) overrides it and resets that too.
 """
 
 from _patchlib import Hunk, Patch

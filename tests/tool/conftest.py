@@ -6,7 +6,7 @@ import pytest
 
 import _patchlib
 import _site
-from tests.tool.patching import REPO, make_small_tree, patch_set, small_patch_set, succeed
+from tests.tool.patching import REPO, make_small_tree, patch_set, succeed
 
 
 @pytest.fixture(scope="session")
@@ -55,12 +55,6 @@ def patched_tree(patched_template, tmp_path):
 def small(tmp_path):
     """The least vLLM, unpatched; `small_patch_set()` fits it."""
     return make_small_tree(tmp_path / "small")
-
-
-@pytest.fixture
-def patched_small(small):
-    succeed(small, patch_set=small_patch_set())
-    return small
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def rejection_sample(
     """
     assert target_logits.ndim == 2 and target_logits.stride(-1) == 1
     if use_block_verification and synthetic_conditional_rates is not None:
-        raise ValueError("Block verification is incompatible with synthetic acceptance rates.")
+        raise ValueError("Block verification has no synthetic acceptance rates: leave one of the two out.")
     num_reqs, num_logits = cu_num_logits.shape[0] - 1, target_logits.shape[0]
     # The target's rows may be padded past the drafter's vocabulary.
     vocab_size = min(target_logits.shape[1], proposal.vocab_size)

@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="with --revert: even if others edited our lines or files; those edits are lost",
+        help="with --revert: discard others' edits of our lines and files",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--tree", metavar="DIR", help="with --drift: read this checkout instead of the package index")

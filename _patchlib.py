@@ -586,9 +586,11 @@ def _plan(read: Read, report: Report, patch_set: PatchSet) -> Report:
     for path, found in located.items():
         _refuse_overlaps(path, found)
         data = read(path) or b""
+        _refuse_mixed_ends(path, data, found)
         change = Change(path, data, replace_lines(data, [(at, hunk.old, hunk.new) for at, hunk, _ in found]))
         changes.append(change)
-        lines = (decode(data) or "").splitlines(keepends=True)
+        # Not splitlines: a form feed or a lone carriage return does not end a line here.
+        lines = [line + "\n" for line in (decode(data) or "").removesuffix("\n").split("\n")]
         written = tuple(_written(lines, at, hunk) for at, hunk, _ in found)
         files[path] = FileRecord(sha256(data), sha256(change.after), written)
     added = {path: patch_set.files[path] for name in names for path in patch_set.folders.get(name, ())}
@@ -616,6 +618,14 @@ def _refuse_overlaps(path: str, located: list[tuple[int, Hunk, Patch]]) -> None:
     for (at, hunk, patch), (after, _, other) in pairwise(located):
         if at + hunk.old.count("\n") > after:
             raise Problem(f"patch {other.name}: a hunk overlaps one of patch {patch.name} at {path}:{after + 1}")
+
+
+def _refuse_mixed_ends(path: str, data: bytes, located: list[tuple[int, Hunk, Patch]]) -> None:
+    """Lines that end in different ways could not be put back as they were."""
+    lines = data.split(b"\n")
+    for at, hunk, patch in located:
+        if len({line.endswith(b"\r") for line in lines[at : at + hunk.old.count("\n")]}) > 1:
+            raise Problem(f"patch {patch.name}: {path}:{at + 1} has mixed line ends", State.DRIFT)
 
 
 def verify(read: Read, before: Read, patch_set: PatchSet, names: Iterable[str]) -> dict[str, str]:

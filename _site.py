@@ -46,7 +46,7 @@ from _patchlib import (
     verify,
     worst,
 )
-from _source import Read, decode, find_lines, near_miss, replace_lines, sha256, syntax_error
+from _source import Read, decode, find_in_scope, find_lines, near_miss, replace_lines, sha256, syntax_error
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,11 @@ def take_back(data: bytes, hunks: tuple[Written, ...], force: bool = False) -> b
     if text is None:
         raise Problem("not UTF-8", State.PARTIAL)
     found = {hunk: find_free(text, hunk, hunks, strict=False)[1] for hunk in hunks}
-    whole = {hunk: at[0] for hunk, at in found.items() if len(at) == 1 and not _has_a_double(text, at[0], hunk)}
+    whole = {
+        hunk: at[0]
+        for hunk, at in found.items()
+        if len(at) == 1 and not _has_a_double(text, at[0], hunk) and _is_at_home(text, at[0], hunk)
+    }
     data = replace_lines(data, [(at, hunk.new, hunk.old) for hunk, at in whole.items()])
     left = decode(data) or ""
     edited = [hunk for hunk, at in found.items() if hunk not in whole and (at or not _is_back(left, hunk))]
@@ -386,6 +390,19 @@ def _has_a_double(text: str, at: int, hunk: Written) -> bool:
     return bool(ours[-2].strip()) and below == ours[-2] and not hunk.below.startswith(below + "\n")
 
 
+def _is_at_home(text: str, at: int, hunk: Written) -> bool:
+    """Whether our text is in its scope, or, in a file that is not Python any more, below a line that begins it."""
+    with contextlib.suppress(ValueError, KeyError):
+        return at in find_in_scope(text, hunk.scope, hunk.new)
+    if not hunk.scope or re.match(r"\s*(@|(async\s+)?def\b|class\b)", hunk.new):
+        return True
+    name = hunk.scope.rpartition(".")[2]
+    headers = (re.match(r"(\s*)(?:async\s+)?(?:def|class)\s+(\w+)", line) for line in text.split("\n")[:at])
+    heads = [found for found in headers if found]
+    named = [number for number, head in enumerate(heads) if head[2] == name]
+    return bool(named) and all(len(head[1]) > len(heads[named[-1]][1]) for head in heads[named[-1] + 1 :])
+
+
 def _is_back(text: str, hunk: Written) -> bool:
     """Whether the old text stands between its old neighbours: most new texts hold the old one, even if edited."""
     if traces(text, hunk) or (not hunk.above + hunk.below and find_lines(hunk.new, hunk.old)):
@@ -403,9 +420,11 @@ def _discard_edit(data: bytes, hunk: Written) -> bytes:
             continue
         starts = [at + above.count("\n") for at in find_lines(text, above)]
         ends = find_lines(text, below)
-        spans = [(start, min(after)) for start in starts if (after := [end for end in ends if end >= start])]
         room = 2 * hunk.new.count("\n") + 10
-        spans = [(start, end) for start, end in spans if end - start <= room]
+        spans = [(start, end) for start in starts for end in ends if start <= end <= start + room]
+        if not find_lines(hunk.new, below):
+            # What stood below ours is no part of ours: the first one ends it.
+            spans = [(start, end) for start, end in spans if not any(start <= other < end for other in ends)]
         if not spans:
             continue
         lines = [line + "\n" for line in text.split("\n")]
@@ -698,7 +717,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 def listed_path(line: bytes, root: Path) -> tuple[str, str]:
     """(path as a line of RECORD spells it, the same below site-packages); installers write ./, \\ or absolute ones."""
     try:
-        spelled = next(csv.reader([line.decode("utf-8", "surrogateescape")]), [""])[0]
+        spelled = (next(csv.reader([line.decode("utf-8", "surrogateescape")]), None) or [""])[0]
     except csv.Error:
         return "", ""
     path = spelled.replace("\\", "/")

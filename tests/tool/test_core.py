@@ -607,3 +607,11 @@ def test_names_and_paths_of_our_own_are_checked_by_name(patches, installed, want
     with pytest.raises(Problem, match=wanted) as refused:
         load(patches, installed, {"d/a.py": b"", "d/b.py": b""}.get)
     assert refused.value.state is None
+
+
+def test_our_text_in_another_function_is_not_ours():
+    """The scope is gone, and the one line that we wrote stands once elsewhere: that is not the one to take out."""
+    mine = Written("vllm/a.py", "f", "    a()\n", "    b()\n", above="def f():\n", below="    c()\n")
+    text = b"def renamed():\n    edited()\n    c()\n\n\ndef g():\n    b()\n"
+    with pytest.raises(Problem, match="edited by someone else"):
+        take_back(text, (mine,))

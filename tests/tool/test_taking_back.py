@@ -475,3 +475,50 @@ def test_an_only_copy_is_no_litter(small, keep):
     else:
         succeed(small, "--revert", patch_set=ours)
         assert not original.exists()
+
+
+def test_force_ends_where_ours_ends_if_the_lines_below_are_in_our_text_as_well(patched_tree, template):
+    path = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
+    edit_file(patched_tree, path, "if not fresh.any():", "if not fresh.any():  # theirs")
+    assert call(patched_tree, "--revert").code == 2
+    succeed(patched_tree, "--revert", "--force")
+    assert contents(patched_tree) == contents(template)
+
+
+def test_a_form_feed_ends_no_line(tree):
+    path = "vllm/config/vllm.py"
+    place = tree / path
+    place.write_bytes(place.read_bytes().replace(b"\nimport copy\n", b"\n\x0c\nimport copy\n", 1))
+    before = contents(tree)
+    assert b"\x0c" in before[path]
+    succeed(tree)
+    edit_file(
+        tree,
+        path,
+        "if self._is_dflash2_draft():\n            return True",
+        "if self._is_dflash2_draft():  # theirs\n            return True",
+    )
+    succeed(tree, "--revert", "--force")
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_blank_line_in_the_wheels_record(tree, end):
+    (wheel,) = tree.glob("vllm*.dist-info/RECORD")
+    wheel.write_bytes(wheel.read_bytes() + end)
+    before = contents(tree)
+    succeed(tree)
+    succeed(tree, "--revert")
+    assert contents(tree) == before
+
+
+def test_mixed_line_ends_where_we_write_are_refused_before_writing(tree):
+    hunk = next(hunk for patch in PATCHES for hunk in patch.hunks if hunk.old.count("\n") > 2)
+    first = hunk.old.splitlines(keepends=True)[0].encode()
+    place = tree / hunk.file
+    text = place.read_bytes()
+    at = text.index(hunk.old.encode())
+    place.write_bytes(text[:at] + first.replace(b"\n", b"\r\n") + text[at + len(first) :])
+    with unchanged(tree):
+        result = call(tree)
+    assert result.code == 2 and "mixed line ends" in result.err

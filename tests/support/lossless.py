@@ -469,7 +469,13 @@ class ParameterSampler:
             )
         positions = (s.anchors(live)[:, None] + torch.arange(kept.shape[1], device=s.device))[kept]
         return self.sampler.apply_sampling_params(
-            target[kept], slots, live.cpu().numpy(), positions, tokens[kept], within
+            # int32, as input_ids of an engine are.
+            target[kept],
+            slots,
+            live.cpu().numpy(),
+            positions,
+            tokens[kept].to(torch.int32),
+            within,
         )
 
 

@@ -357,12 +357,12 @@ class SparseProposal:
     @classmethod
     def empty(cls, max_num_reqs: int, steps: int, k: int, vocab_size: int, device: torch.device) -> "SparseProposal":
         """Proposals of slots that nobody has drafted for: all mass on token 0."""
-        ids = torch.zeros(max_num_reqs, steps, k, dtype=torch.int64, device=device)
-        scores = torch.full_like(ids, float("-inf"), dtype=torch.float32)
-        scores[:, :, 0] = 0.0
-        return cls(ids, scores, vocab_size)
+        ids = torch.empty(max_num_reqs, steps, k, dtype=torch.int64, device=device)
+        proposal = cls(ids, torch.empty_like(ids, dtype=torch.float32), vocab_size)
+        proposal.reset(slice(None))
+        return proposal
 
-    def reset(self, slots: int | torch.Tensor) -> None:
+    def reset(self, slots: int | slice | torch.Tensor) -> None:
         """Nothing was drawn for these slots yet: their padded drafts are token 0, so that is where q is 1."""
         self.ids[slots] = 0
         self.scores[slots] = float("-inf")
